@@ -3,6 +3,7 @@
 python benchmarks/stores.py --gigabytes 1                 moto serves the S3 protocol on this machine
 python benchmarks/stores.py --megabytes-per-second 100    through a link of this rate for all ranks together
 python benchmarks/stores.py --port 4568                   another server with the bucket "models"
+python benchmarks/stores.py --gigabytes 15 --pairs store-store --tp 8 --no-loads   twice its disk
 
 It needs ``moto[server]`` (which reads a whole object for each range, and is slow), ``s3fs`` and, for one row,
 ``runai-model-streamer[s3]``. Each rank connects through a proxy, which counts its bytes and slows it down.
@@ -44,6 +45,8 @@ LOADS = {
     "s3fs copies the full model to the disk, from_pretrained on each rank": "full plain",
 }
 """What is measured -> the way and the source, for ``stores_rank.py``."""
+FILE_BYTES = 100_000_000
+PAIRS = ["directory-directory", "store-directory", "directory-store", "store-store"]
 
 
 @dataclass
@@ -146,21 +149,28 @@ def python(arguments: Sequence[str | Path], env: dict[str, str]) -> dict[str, An
     return {**result, "process_s": time.perf_counter() - start}
 
 
-def conversions(source: Path, scratch: Path, tp: int, url: str) -> list[dict[str, str]]:
-    """A row for each pair of places."""
+def conversions(source: Path, scratch: Path, tp: int, url: str, pairs: Sequence[str]) -> list[dict[str, str]]:
+    """A row for each pair of places; the output is removed again."""
     rows = []
     env = environment(url) | {"SHARDCONV_CACHE": str(scratch / "cache")}
-    plain, out = f"s3://{BUCKET}/plain", scratch / "out"
-    for number, (origin, target) in enumerate(
-        ((source, out), (plain, out), (source, "store"), (plain, "store"))
-    ):
-        shutil.rmtree(out, ignore_errors=True)
-        place = f"s3://{BUCKET}/out-{number}" if target == "store" else str(target)
-        result = python([MEASURED, "convert", str(origin), place, "--tp", str(tp), "--no-check"], env)
+    places = {
+        "directory": (str(source), str(scratch / "out")),
+        "store": (f"s3://{BUCKET}/plain", f"s3://{BUCKET}/out"),
+    }
+    for pair in pairs:
+        origin, target = pair.split("-")
+        place = places[target][1]
+        # s3rver needs long to put the parts of a large file together.
+        command = ["convert", places[origin][0], place, "--tp", str(tp), "--no-check"]
+        result = python([MEASURED, *command, "--max-file-size", f"{FILE_BYTES}"], env)
+        if target == "store":
+            python([RANK, "remove", place, str(scratch)], env)
+        else:
+            shutil.rmtree(place)
         rows.append(
             {
-                "from": "directory" if origin == source else "store",
-                "to": "store" if target == "store" else "directory",
+                "from": origin,
+                "to": target,
                 "write phase, s": f"{result['phase_s']:.1f}",
                 "peak above start, MB": f"{result['peak_above'] / 1e6:.0f}",
             }
@@ -218,6 +228,8 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=1)
     parser.add_argument("--tp", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--megabytes-per-second", type=float, default=0, help="of the link (default: none)")
+    parser.add_argument("--pairs", nargs="+", choices=PAIRS, default=PAIRS, help="from and to where")
+    parser.add_argument("--no-loads", action="store_true")
     parser.add_argument("--port", type=int, help="of a server on this machine (default: moto is started)")
     parser.add_argument("--directory", type=Path, help="for files (default: that of temporary files)")
     parser.add_argument("--markdown", type=Path, help="write the tables to this file too")
@@ -229,18 +241,21 @@ def main() -> None:
         notes = [machine(scratch), f"source: llama, bfloat16, {shape.num_bytes / 1e9:.2f} GB"]
         notes.append(f"link: {options.megabytes_per_second or 'no limit'} MB/s")
         source = scratch / "plain"
-        write_checkpoint(shape, source, shard_bytes=500_000_000)
+        write_checkpoint(shape, source, shard_bytes=FILE_BYTES)
         direct = environment(f"http://127.0.0.1:{port}")
         python([RANK, "upload", f"s3://{BUCKET}/plain", str(source)], direct)
-        text = render(conversions(source, scratch, options.tp[-1], Proxy(port, link).url), notes)
+        if options.no_loads and not any(pair.startswith("directory") for pair in options.pairs):
+            shutil.rmtree(source)
+        near = Proxy(port, link).url
+        text = render(conversions(source, scratch, options.tp[-1], near, options.pairs), notes)
         rows = []
-        for tp in options.tp:
+        for tp in [] if options.no_loads else options.tp:
             out = scratch / f"tp-{tp}"
             arguments = [str(source), str(out), "--tp", str(tp), "--no-check"]
             python([MEASURED, "convert", *arguments], direct)
             python([RANK, "upload", f"s3://{BUCKET}/tp-{tp}", str(out)], direct)
             rows += loads(scratch, tp, port, link, list(LOADS))
-        show(f"{text}\n\n{render(rows, ())}", options.markdown)
+        show("\n\n".join([text, *([render(rows, ())] if rows else [])]), options.markdown)
 
 
 if __name__ == "__main__":

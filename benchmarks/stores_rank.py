@@ -73,9 +73,19 @@ def upload(url: str, directory: Path) -> Any:
     import obstore
     from obstore.store import from_url
 
-    store = from_url(url, client_options={"allow_http": True})
+    store = from_url(url, client_options={"allow_http": True, "timeout": "600s"})
     for path in sorted(path for path in directory.rglob("*") if path.is_file()):
         obstore.put(store, path.relative_to(directory).as_posix(), path, chunk_size=1 << 25)
+
+
+def remove(url: str, directory: Path) -> Any:
+    import obstore
+    from obstore.store import from_url
+
+    store = from_url(url, client_options={"allow_http": True})
+    names = [each["path"] for some in obstore.list(store) for each in some]
+    for name in names:  # one by one: not all servers remove several
+        obstore.delete(store, name)
 
 
 def touched(model: Any) -> Any:
@@ -100,6 +110,7 @@ WAYS: dict[str, Callable[[str, Path], Any]] = {
     "full": full,
     "runai": runai,
     "upload": upload,
+    "remove": remove,
 }
 
 

@@ -23,8 +23,17 @@ MEMORY = 512 * 2**20
 
 MIN_MEMORY = 2**20
 
-SCHEMES = ("fp8", "fp8_dynamic", "int8", "nf4", "w4a16", "w8a16", "w8a8")
+SCHEMES = (
+    *("fp8", "fp8_dynamic", "int8", "nf4", "torchao_float8", "torchao_int8"),
+    *("w4a16", "w8a16", "w8a8"),
+)
 """Schemes in which weights can be quantized; some format of the runtime has each."""
+
+ON_GPUS = {
+    "mxfp4": "transformers packs it with kernels for GPUs that are downloaded from the Hub",
+    "torchao_int4": "torchao packs 4-bit weights on GPUs only",
+}
+"""Schemes whose libraries do not run on CPUs, with the reasons."""
 
 _RANKS = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT]?)(i?)B?", re.IGNORECASE)
@@ -184,6 +193,11 @@ def require_experts(experts: str) -> None:
 
 def require_scheme(scheme: str) -> None:
     """Raise ``ShardconvError`` unless weights can be quantized in this scheme."""
+    if scheme in ON_GPUS:
+        raise OptionError(
+            f"weights are not quantized in {scheme}: {ON_GPUS[scheme]}; choose w4a16 or nf4, or another of "
+            f"{', '.join(SCHEMES)}"
+        )
     if scheme not in SCHEMES:
         nearest = get_close_matches(str(scheme), SCHEMES, 1, CLOSE)
         hint = f"; the nearest is {nearest[0]}" if nearest else ""

@@ -35,7 +35,7 @@ from .arguments import Quantizing, SolveOptions
 from .inputs.example_inputs import Example, example_call, read_example
 from .inputs.initial_weights import drawn_dtype, has_weights, initial_weights, initialized_source
 from .passes import Inspect, solve_plan
-from .quantizing import quantized_model, with_quantization
+from .quantizing import QuantizedModel, quantized_model, tensors_for_ranks, with_quantization
 from .reporting.progress import Progress
 from .writing.outputs import AnyOutput, StageOutputs, WriteOptions, write_to
 from .writing.writer import origin_of, with_example, write
@@ -117,6 +117,7 @@ def convert_model(
         checkpoint = lazy_weights(spec, notes.append, with_unused=weights.keep_unused)
         origin = replace(origin, unused=checkpoint.unused)
         spec, stored_weights = replace(spec, tied=checkpoint.tied), checkpoint.tensors
+    model: QuantizedModel | None = None
     if weights.quantize is not None:
         scheme, keep = weights.quantize.scheme, weights.quantize.keep
         progress.stage(f"choosing the weights to quantize: {scheme}")
@@ -138,6 +139,8 @@ def convert_model(
         ]
 
     def write_one(own: Plan, held: Mapping[str, LazyTensor], output: AnyOutput, part: WriteOptions) -> bool:
+        if model is not None and part.ranks is not None:
+            held = tensors_for_ranks(model, own, held, part.ranks)
         return write(own, held, output, origin, part, progress)
 
     write_to(outputs, solved, tensors, write_options, write_one, progress.stage)

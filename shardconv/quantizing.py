@@ -10,33 +10,33 @@ from __future__ import annotations
 import fnmatch
 import math
 import re
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
-from shardconv_runtime.checkpoint.copying import read_tensor
-from shardconv_runtime.checkpoint.lazy_tensor import ComputedLeaf, FileLeaf, LazyTensor, cast, from_leaf
+from shardconv_runtime.checkpoint.lazy_tensor import FileLeaf, LazyTensor, cast
 from shardconv_runtime.checkpoint.quantized import PackedWeight, PackedWeights
 from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.errors import MissingPackageError, OptionError, SourceError, brief
 from shardconv_runtime.files.manifest import FileEntry
 from shardconv_runtime.files.model_config import CONFIG
 from shardconv_runtime.files.small_files import config_with_quantization, entry_of
-from shardconv_runtime.format.header import dtype_name
 from shardconv_runtime.format.names import natural_key
-from shardconv_runtime.format.plan import Packing
+from shardconv_runtime.format.plan import Packing, Plan, by_name
+from shardconv_runtime.format.slices import ranges
+from shardconv_runtime.format.stage_names import own_parameters
 from shardconv_runtime.format.stored_layout import granularity, tensor_name
-from shardconv_runtime.packed.formats import format_of_checkpoint, packing_format, relative_error
+from shardconv_runtime.packed.formats import format_of_checkpoint, packing_format
 from shardconv_runtime.packed.packed_format import Chosen, PackedFormat
 from shardconv_runtime.packed.quantizers import missing_packages
+from shardconv_runtime.packed.stored_weights import Info
 from shardconv_runtime.parallel.meta_model import build_model
-from torch import Tensor, nn
+from torch import nn
 
+from .quantized_weights import Library, union
 from .writing.writer import Origin
 
 Weights = Mapping[str, LazyTensor | PackedWeight]
@@ -51,14 +51,14 @@ class QuantizedModel:
         settings: its ``quantization_config``.
         weights: its global weights, packed or not, by FQN.
         notes: about layers that stay plain although the format packs such layers.
-        errors: the relative error of each weight that was computed until now, by FQN.
+        library: computes the packed ones.
     """
 
     spec: ModelSpec
     settings: Mapping[str, Any]
     weights: Weights
     notes: tuple[str, ...]
-    errors: Mapping[str, float]
+    library: Library
 
 
 def quantized_model(
@@ -93,7 +93,7 @@ def quantized_model(
     if unquantized := unquantized & {name.rpartition(".")[0] for name in chosen.weights}:
         skipped = sorted({*chosen.skipped, *unquantized}, key=natural_key)
         chosen, _ = _choose(spec, packed_format, {**chosen.settings, packed_format.skips: skipped})
-    library = _Library(format_of_checkpoint(chosen.settings, spec.name), chosen.quantizer)
+    library = Library(format_of_checkpoint(chosen.settings, spec.name), chosen.quantizer)
     packed = _packed(spec, library, chosen, weights)
     if not packed:
         raise SourceError(
@@ -114,7 +114,7 @@ def quantized_model(
         chosen.settings,
         {**weights, **packed},
         notes,
-        library.errors,
+        library,
     )
 
 
@@ -138,8 +138,29 @@ def with_quantization(origin: Origin, model: QuantizedModel) -> Origin:
         copy_small_files=copy,
         identity=identity,
         identify=None if identify is None else lambda: {**identify(), "quantized": identity["quantized"]},
-        errors=lambda: dict(model.errors),
+        errors=lambda: dict(model.library.errors),
     )
+
+
+def tensors_for_ranks(
+    model: QuantizedModel, plan: Plan, tensors: Mapping[str, LazyTensor], ranks: Collection[int]
+) -> dict[str, LazyTensor]:
+    """Return global stored tensors of which the parts that some ranks hold are computed alone.
+
+    Args:
+        plan: the plan of the model, or of the directory of a stage.
+        tensors: all stored tensors, by name.
+    """
+    parameters = plan.parameters
+    if plan.stages is not None and plan.stages.own is not None:
+        parameters = own_parameters(plan, plan.stages.own)
+    parts = dict(tensors)
+    for name, entry in by_name("parameters", parameters).items():
+        if name in model.library.weights and entry.packing is not None:
+            spans = [union(span for r in ranks for span in ranges(dim, plan.mesh, r)) for dim in entry.dims]
+            made = model.library.in_parts(name, spans)
+            parts |= {tensor_name(name, part): tensor for part, tensor in made.items()}
+    return parts
 
 
 def _kept(spec: ModelSpec, chosen: Chosen, stacks: Sequence[str], patterns: Sequence[str]) -> set[str]:
@@ -220,7 +241,7 @@ def _choose(
     return chosen, stacks
 
 
-def _packed(spec: ModelSpec, library: _Library, chosen: Chosen, weights: Weights) -> dict[str, PackedWeight]:
+def _packed(spec: ModelSpec, library: Library, chosen: Chosen, weights: Weights) -> dict[str, PackedWeight]:
     """Return the chosen weights, without those that cannot be packed for their sizes."""
     stored: dict[str, LazyTensor] = {}
     plain: dict[str, LazyTensor] = {}
@@ -233,7 +254,10 @@ def _packed(spec: ModelSpec, library: _Library, chosen: Chosen, weights: Weights
         if len(parts) > 1:
             stored |= parts
             plain[name] = weight
-    packed_weights = PackedWeights(chosen.settings, stored, (), spec.name, spec.dtype, dequantize=False)
+    packed_format = format_of_checkpoint(chosen.settings, spec.name)
+    infos = {name: Info(tensor.shape, tensor.dtype) for name, tensor in stored.items()}
+    header = packed_format.header(infos, chosen.settings, spec.dtype)
+    packed_weights = PackedWeights(chosen.settings, stored, (), spec.name, spec.dtype, False, header)
     for name, weight in plain.items():
         packed = packed_weights.of(name, packed_weights.plain[name])
         if packed is not None and not _is_divided(packed.packing, weight):
@@ -257,67 +281,3 @@ def _is_divided(packing: Packing, weight: LazyTensor) -> bool:
         for piece in pieces
         for start, extent, size, step in zip(piece.start, piece.shape, weight.shape, steps, strict=True)
     )
-
-
-class _Library:
-    """Computes the stored tensors of a weight, and keeps them: they are written one after another.
-
-    Attributes:
-        weights: those that are packed, by FQN.
-        errors: relative errors of the computed ones, by FQN.
-    """
-
-    def __init__(self, packed_format: PackedFormat, quantizer: Any) -> None:
-        self.weights: dict[str, PackedWeight] = {}
-        self.errors: dict[str, float] = {}
-        self._format = packed_format
-        self._quantizer = quantizer
-        self._lock = threading.Lock()
-        self._name = ""
-        self._last: dict[str, Tensor] = {}
-
-    def stored_tensors(self, name: str, weight: LazyTensor) -> dict[str, LazyTensor]:
-        """Return the stored tensors of a weight, not computed, by their names in a checkpoint."""
-        form = torch.empty(weight.shape, dtype=getattr(torch, weight.dtype), device="meta")
-        try:
-            parts = self._format.packed(form, self._quantizer)
-        except Exception as error:  # each library has its own errors
-            raise SourceError(
-                f"{name}, {weight.dtype} {list(weight.shape)}, cannot be quantized: {brief(error)}; choose "
-                "another --quantize, or another --dtype"
-            ) from error
-        stored = {}
-        for part, tensor in parts.items():
-            compute = partial(self._part, name, weight, part) if tensor.is_meta else partial(_itself, tensor)
-            leaf = ComputedLeaf(
-                f"{name}, quantized: {part}", compute, dtype_name(tensor.dtype), tensor.numel()
-            )
-            stored[tensor_name(name, part)] = from_leaf(leaf, tensor.shape)
-        return stored
-
-    def _part(self, name: str, weight: LazyTensor, part: str) -> Tensor:
-        with self._lock:
-            if name != self._name:
-                self._name, self._last = "", {}
-                plain = read_tensor(weight)
-                parts = self._format.packed(plain, self._quantizer)
-                self.errors[name] = self._error(name, plain, parts)
-                self._name, self._last = name, parts
-            return self._last[part]
-
-    def _error(self, name: str, weight: Tensor, parts: Mapping[str, Tensor]) -> float:
-        """Return the error of a weight; ``SourceError`` if it is not a number."""
-        packed = self.weights[name]
-        shaped = {part: parts[part].reshape(tensor.shape) for part, tensor in packed.tensors.items()}
-        error = relative_error(packed.packing, shaped, weight)
-        if math.isfinite(error):
-            return error
-        raise SourceError(
-            f"{name}, {weight.dtype} {list(weight.shape)}, has values that are not finite, or that are not "
-            f"when they are quantized ({self._format.method}); leave it as it is (--keep), or choose another "
-            "--quantize"
-        )
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor

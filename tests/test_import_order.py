@@ -32,6 +32,7 @@ CONVERTER_ORDER = (
     "numeric_check",
     "adapted_plan",
     "passes",
+    "quantized_weights",
     "quantizing",
     "conversion",
     "convert",

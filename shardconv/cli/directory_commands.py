@@ -12,7 +12,6 @@ from shardconv_runtime.files.manifest import MANIFEST_NAME
 from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.format.typed_json import write_text
-from shardconv_runtime.hub_options import is_url
 
 from ..arguments import parse_ranks
 from ..converted.adapt import adapt
@@ -46,8 +45,7 @@ from .options import (
     print_report,
     print_written,
     printable,
-    refuse_url,
-    require_local,
+    require_no_repository,
     sequence_option,
     size_options,
     stage_options,
@@ -198,8 +196,7 @@ def verify_command(src: str, as_json: bool, quiet: bool, verbose: bool, **option
       shardconv verify out/
       shardconv verify out/ --against org/name --revision v1.0 --numerics
     """
-    if not is_url(src):
-        require_local(src)
+    require_no_repository(src)
     if adapter_plan(src) is not None:
         raise OptionError(
             f"{src} holds an adapter, without shards; load compares its plan and its file with the model"
@@ -279,8 +276,6 @@ def reshard_command(
       shardconv reshard out/ out-4/ --tp 4
       shardconv reshard out/ --in-place
     """
-    if in_place:
-        refuse_url(src)
     sequence_parallel = options["sequence_parallel"]
     if in_place:
         options_of_target = {"DST": dst, "--tp": tp, "--pp": options["pp"] > 1, "--stages": options["stages"]}
@@ -378,7 +373,7 @@ def adapt_command(
     Then:
       model = shardconv_runtime.load("out/", adapter="out-lora/")
     """
-    require_local(src)
+    require_no_repository(src)
     expected = 1 if config is not None else 2
     if len(directories) != expected:
         names = "DST" if config is not None else "ADAPTER and DST"

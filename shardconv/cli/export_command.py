@@ -7,10 +7,11 @@ from typing import Any
 
 import click
 from shardconv_runtime.errors import DamagedError, OptionError
+from shardconv_runtime.files.manifest import MANIFEST_NAME
 from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.format.typed_json import write_text
-from shardconv_runtime.hub_options import Hub
+from shardconv_runtime.hub_options import Hub, is_url
 
 from ..arguments import parse_ranks, require_tp
 from ..convert import plan
@@ -33,7 +34,6 @@ from .options import (
     opened,
     print_complete,
     print_report,
-    refuse_url,
     size_options,
     stream_option,
     tp_option,
@@ -183,7 +183,7 @@ def _export_text(
     with working(quiet, verbose) as progress:
         if path.is_file():
             solved, where = plan_json.read(path), ""
-        elif is_on_hub(src) or any(path.glob("**/manifest.json")):
+        elif is_on_hub(src) or _holds_manifests(src):
             parts = opened(src, tp, vars_of(hub))
             solved, where = parts[0].plan, str(parts[0].directory)
         elif tp is None:
@@ -201,6 +201,15 @@ def _export_text(
         click.echo(text, nl=False)
     elif not quiet:
         click.echo(f"{dst}: the {chosen} of {src} for tp {solved.tp}")
+
+
+def _holds_manifests(src: str) -> bool:
+    """Return whether a directory or a URL is a converted directory, or holds some."""
+    if not is_url(src):
+        return any(Path(src).glob(f"**/{MANIFEST_NAME}"))
+    from shardconv_runtime.files.object_stores import listed  # it imports the client of the Hub
+
+    return any(Path(name).name == MANIFEST_NAME for name in listed(src).objects)
 
 
 def vars_of(hub: Hub) -> dict[str, Any]:
@@ -274,17 +283,16 @@ def _files(count: int) -> str:
 def push_command(src: str, repo_id: str, as_json: bool, quiet: bool, verbose: bool, **options: Any) -> None:
     """Publish a converted directory on the Hugging Face Hub.
 
-    The command verifies SRC first. The files go to tp-N/ (with stages to pp-P-tp-N/) of the repository
-    REPO_ID, so one repository can hold the model for several numbers of ranks. Identical files are stored and
-    sent once. The model card has a picture of each plan, and text that you add to it is kept. To continue an
-    interrupted push, run the same command again.
+    SRC may be a URL in an object store. The command verifies it first. The files go to tp-N/ (with stages to
+    pp-P-tp-N/) of the repository REPO_ID, so one repository can hold the model for several numbers of ranks.
+    Identical files are stored and sent once. The model card has a picture of each plan, and text that you add
+    to it is kept. To continue an interrupted push, run the same command again.
 
     \b
     Examples:
       shardconv push out/ user/model-tp
       shardconv push out/ user/model-tp --dry-run
     """
-    refuse_url(src)
     try:
         with working(quiet, verbose) as progress:
             pushed = push(src, repo_id, progress=progress, **options)

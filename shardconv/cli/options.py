@@ -527,18 +527,9 @@ def is_on_hub(source: str) -> bool:
     return not looks_like_path(repo_id) and not Path(repo_id.partition("/")[0]).is_dir()
 
 
-def refuse_url(source: str) -> None:
-    """Refuse a URL of an object store, for a command that reads every byte of a directory."""
-    if is_url(source):
-        raise MissingModelError(
-            f"{source} is in an object store; copy it to a directory first, and give that"
-        )
-
-
-def require_local(source: str) -> None:
-    """Refuse the id of a repository and a URL, for a command that reads every byte."""
-    refuse_url(source)
-    if is_on_hub(source):
+def require_no_repository(source: str) -> None:
+    """Refuse the id of a repository on the Hub, for a command that reads every byte."""
+    if not is_url(source) and is_on_hub(source):
         raise MissingModelError(
             f"no such directory: {source}; download a repository on the Hub first: hf download {source} "
             "--local-dir DIR, then give DIR or its tp-N/"

@@ -9,10 +9,11 @@ from typing import Any
 
 from shardconv_runtime.adapters.adapter_names import PLAN_NAME
 from shardconv_runtime.default_modes import in_default_modes
-from shardconv_runtime.errors import OutputExistsError, SourceError
+from shardconv_runtime.errors import OptionError, OutputExistsError, SourceError
 from shardconv_runtime.files import fingerprint, manifest
-from shardconv_runtime.files.small_files import stage_directories
+from shardconv_runtime.files.converted_files import parts_of
 from shardconv_runtime.format.plan import Plan
+from shardconv_runtime.hub_options import is_url
 
 from ..reporting.progress import Progress, Silent
 from .derived_directory import require_trusted
@@ -37,7 +38,7 @@ def adapt(
     process can load it too, and the plan.
 
     Args:
-        out: a converted directory, or the directory of all stages.
+        out: a converted directory, or the directory of all stages; or its URL in an object store.
         adapter: directory that peft saved; or the config of a new adapter, as a ``peft.PeftConfig`` or a
             file in the format of ``adapter_config.json``.
         out_adapter: directory to create. It must not exist or must be empty.
@@ -56,12 +57,15 @@ def adapt(
         SolveError: if the model with the adapter cannot be planned with these shards.
         ShardconvError: if ``out`` is not a converted directory, or ``out_adapter`` is in use.
     """
-    root, target = Path(out), Path(out_adapter)
-    directory = next(iter(stage_directories(root)), root)
+    for place in (adapter, out_adapter):
+        if isinstance(place, str | os.PathLike) and is_url(place):
+            raise OptionError(f"{place} is in an object store; name a directory, the files are small")
+    parts, target = parts_of(out), Path(out_adapter)
+    directory = parts[0].directory
     manifest_of_base = manifest.read(directory)
     base = manifest.read_plan(directory, manifest_of_base)
     if base.stages is not None:
-        if directory == root:
+        if len(parts) == 1:
             raise SourceError(f"{out} is a stage of {base.stages.count}; name the directory of all of them")
         base = replace(base, stages=replace(base.stages, own=None))
     require_trusted(out, base, trust_remote_code=trust_remote_code)
@@ -72,7 +76,7 @@ def adapt(
     from .adaptation import BaseModel, adapt_model
 
     tell = (progress or Silent()).stage
-    model = BaseModel(root, directory, base, manifest_of_base.source.name)
+    model = BaseModel(out, directory, base, manifest_of_base.source.name)
     return adapt_model(model, adapter, target, seed, check=check, tell=tell)
 
 

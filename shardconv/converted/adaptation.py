@@ -52,10 +52,10 @@ COPIED = (CONFIG_NAME, WEIGHTS_NAME, "README.md")
 class BaseModel:
     """The converted model that an adapter is for."""
 
-    root: Path
-    """The directory of all stages."""
+    root: str | os.PathLike[str]
+    """The directory of all stages, or its URL."""
     directory: Path
-    """The directory of the first stage, or the only one."""
+    """The directory of the first stage, or the only one, on this machine: with the small files at least."""
     plan: Plan
     name: str
 

@@ -21,13 +21,15 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ge
 from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
-from shardconv_runtime.errors import OptionError, SourceError
+from shardconv_runtime.errors import OptionError, ShardconvError, SourceError
 from shardconv_runtime.files.hub_errors import explain, hub_error, hub_failure, is_temporary
 from shardconv_runtime.files.hub_time_limits import bounded
+from shardconv_runtime.files.remote_files import RemoteFile
 from shardconv_runtime.hub_options import option
 
 from ..reporting.progress import Advance
 from .published import HubFile, Item, Tree
+from .remote_bytes import BUFFER_BYTES, RemoteBytes
 
 Value = TypeVar("Value")
 
@@ -37,6 +39,8 @@ FIRST_WAIT_S = 1.0
 """Seconds to wait after the first try; doubled after each further one."""
 THREADS = 4
 """Files that are sent at the same time."""
+SAMPLE_BYTES = 512
+"""First bytes of a file, by which the Hub decides where it stores the file."""
 MAIN = "main"
 
 
@@ -45,12 +49,27 @@ class _Addition(CommitOperationAdd):
     """A file to send that reports its progress as it is read; Xet reads files itself, without progress."""
 
     advance: Advance = field(default=lambda num_bytes: None, repr=False, kw_only=True)
+    remote: RemoteFile | None = field(default=None, repr=False, kw_only=True)
+    """The content, if it is in an object store."""
+
+    def __post_init__(self) -> None:
+        """Take the size and the first bytes of a remote file; of a stream, the client would read all."""
+        super().__post_init__()
+        if self.remote is not None:
+            info, size = self.upload_info, self.remote.num_bytes
+            info.size, info.sample = size, bytes(self.remote.reader().read(0, min(SAMPLE_BYTES, size)))
+            # A stream, since Xet sends files and bytes that are here only; the client sends it over HTTP.
+            self.path_or_fileobj = io.BufferedReader(RemoteBytes(self.remote), BUFFER_BYTES)
 
     @contextmanager
     def as_file(self, with_tqdm: bool = False) -> Iterator[BinaryIO]:
         """Open the content; the client passes ``with_tqdm`` when it sends it."""
-        if with_tqdm and isinstance(self.path_or_fileobj, str):
-            with _ReportingFile(self.path_or_fileobj, self.advance) as file:
+        advance = self.advance if with_tqdm else lambda num_bytes: None
+        if self.remote is not None:
+            with _ReportingFile(RemoteBytes(self.remote), BUFFER_BYTES, advance) as file:
+                yield file
+        elif with_tqdm and isinstance(self.path_or_fileobj, str):
+            with _ReportingFile(io.FileIO(self.path_or_fileobj), io.DEFAULT_BUFFER_SIZE, advance) as file:
                 yield file
         else:
             with super().as_file() as file:
@@ -60,8 +79,8 @@ class _Addition(CommitOperationAdd):
 class _ReportingFile(io.BufferedReader):
     """A file that reports the bytes read from it; bytes that are read again are not reported again."""
 
-    def __init__(self, path: str, advance: Advance) -> None:
-        super().__init__(io.FileIO(path))
+    def __init__(self, raw: io.RawIOBase, buffer_bytes: int, advance: Advance) -> None:
+        super().__init__(raw, buffer_bytes)
         self._advance, self._furthest = advance, 0
 
     def read(self, size: int | None = -1, /) -> bytes:
@@ -213,7 +232,10 @@ class Remote:
         deletions = [CommitOperationDelete(path, is_folder=False) for path in delete]
         additions = []
         for item in items:
-            addition = _Addition(item.path, item.content, advance=meter.add)
+            if isinstance(item.content, bytes | Path):
+                addition = _Addition(item.path, item.content, advance=meter.add)
+            else:
+                addition = _Addition(item.path, b"", advance=meter.add, remote=item.content)
             addition.upload_info.sha256 = bytes.fromhex(item.sha256)  # otherwise the client computes it again
             additions.append(addition)
         try:
@@ -225,6 +247,8 @@ class Remote:
                 parent_commit=parent,
                 num_threads=THREADS,
             )
+        except ShardconvError:  # of the store that is read
+            raise
         except (ValueError, RuntimeError, OSError) as error:  # of the client, of Xet, or of a local file
             if hub_error(error) is not None or getattr(error, "filename", None):
                 raise

@@ -32,7 +32,7 @@ from shardconv_runtime.format.slices import Range
 from shardconv_runtime.hub_options import is_url
 
 from ..writing.job import known_files
-from ..writing.outputs import Output
+from ..writing.outputs import AnyOutput, Output
 from . import shards
 from .shards import Converted
 
@@ -49,6 +49,26 @@ def require_apart(out: str | os.PathLike[str], target: str | os.PathLike[str]) -
         is_inside = Path(target).expanduser().resolve().is_relative_to(Path(out).expanduser().resolve())
     if is_inside:
         raise OptionError(f"{target} is in {out}, which is read; name a directory outside of it")
+
+
+def prepared_place(directory: str | os.PathLike[str], out: str | os.PathLike[str], last: str) -> AnyOutput:
+    """Check that a directory of another kind, or its URL, may be created; see ``prepare``."""
+    if not is_url(directory):
+        return prepare("DST", directory, out, last)
+    from ..writing.store_output import StoredOutput  # it imports the client of the Hub
+
+    require_apart(out, directory)
+    url = os.fspath(directory).rstrip("/")
+    return StoredOutput.prepare(url, overwrite=False, source=out, last=last)
+
+
+def require_on_disk(directory: str | os.PathLike[str], format: str) -> None:
+    """Refuse a URL as a destination."""
+    if is_url(directory):
+        raise OptionError(
+            f"{directory} is in an object store, to which --format {format} does not write; name a "
+            "directory, and copy it there"
+        )
 
 
 def prepare(name: str, directory: str | os.PathLike[str], out: str | os.PathLike[str], last: str) -> Output:

@@ -160,7 +160,7 @@ class _Files:
                 path = self.contents.files.file(entry.path)
                 num_bytes = _num_bytes(path) if isinstance(path, Path) else path.num_bytes
             except CheckpointError as error:
-                where = self.contents.files.directory
+                where = self.contents.files.name
                 self._problem(entry, str(error).removeprefix(f"{where}: {entry.path} "))
                 continue
             if num_bytes == entry.num_bytes:

@@ -11,11 +11,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from shardconv_runtime.default_modes import in_default_modes
 from shardconv_runtime.files import manifest
-from shardconv_runtime.files.small_files import stage_directories
+from shardconv_runtime.files.converted_files import parts_of
 
 from ..reporting.progress import Progress, Silent
 from ..reporting.summary import human_bytes
@@ -59,7 +58,7 @@ def push(
     The directory is verified first. To continue an interrupted push, call it again with the same arguments.
 
     Args:
-        out: a converted directory.
+        out: a converted directory, or its URL in an object store, whose files are read by ranges.
         repo_id: the repository, for example ``user/name``; created if it does not exist.
         private: make the repository private.
         revision: a branch, created if it does not exist; by default ``main``.
@@ -75,10 +74,9 @@ def push(
     Example:
         >>> print(shardconv.push("out/", "user/model-tp").url)
     """
-    progress, directory = progress or Silent(), Path(out)
-    parts = stage_directories(directory) or [directory]
+    progress, parts = progress or Silent(), parts_of(out)
     for part in parts:
-        manifest.read(part)
+        manifest.read(part.directory)
 
     # The Hub client is imported once the directory is known to be a converted one.
     from .branch import Remote
@@ -87,9 +85,9 @@ def push(
     remote = Remote(repo_id, revision, token)
     if not dry_run:
         remote.require_login()
-    for remark in verify(directory, progress=progress).remarks:
+    for remark in verify(out, progress=progress).remarks:
         progress.stage(f"remark: {remark}")
-    work = Pushing(directory, published(parts), remote, progress)
+    work = Pushing(parts, published([part.directory for part in parts]), remote, progress)
     tree = remote.tree()
     changes = work.changes(tree)
     if changes and not dry_run:

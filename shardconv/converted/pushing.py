@@ -6,10 +6,9 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import os
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from pathlib import Path
@@ -17,7 +16,10 @@ from posixpath import join
 
 from huggingface_hub import cached_assets_path, constants
 from shardconv_runtime.errors import CheckpointError, PlanError
-from shardconv_runtime.files.manifest import MANIFEST_NAME, PLAN_NAME, sha256_of
+from shardconv_runtime.files.checksums import sha256_of_file
+from shardconv_runtime.files.converted_files import ConvertedFiles
+from shardconv_runtime.files.manifest import MANIFEST_NAME, PLAN_NAME
+from shardconv_runtime.files.remote_files import RemoteFile
 from shardconv_runtime.files.tp_folders import Folder, folders
 from shardconv_runtime.format.typed_json import write_text
 
@@ -40,35 +42,34 @@ from .published import (
 THREADS = 4
 
 
-def sha256s(directory: Path, paths: Mapping[str, int], progress: Progress) -> dict[str, str]:
-    """Return the sha256 (hex) of some files of a directory, by their paths in it."""
+def sha256s(directory: str, files: Mapping[str, Path | RemoteFile], progress: Progress) -> dict[str, str]:
+    """Return the sha256 (hex) of some files of a directory or a URL, by their paths in it."""
     cache = _HashCache(directory)
-    missing = [path for path in paths if cache.get(path) is None]
+    missing = {path: file for path, file in files.items() if cache.get(path, file) is None}
     if missing:
-        with progress.bar("sha256", sum(paths[path] for path in missing)) as advance:
+        with progress.bar("sha256", sum(map(_num_bytes, missing.values()))) as advance:
             lock = threading.Lock()
 
             def read(path: str) -> None:
-                digest = sha256_of(directory / path)
+                digest = sha256_of_file(missing[path])
                 with lock:
-                    cache.put(path, digest)
-                    advance(paths[path])
+                    cache.put(path, missing[path], digest)
+                    advance(_num_bytes(missing[path]))
 
             with ThreadPoolExecutor(THREADS) as pool:
                 list(pool.map(read, missing))
-    return {path: cache.get(path) or sha256_of(directory / path) for path in paths}
+    return {path: cache.get(path, file) or sha256_of_file(file) for path, file in files.items()}
 
 
 class _HashCache:
     """Hashes of the files of a directory, cached for further pushes.
 
     The cache is in the folder of the Hub client's cache, not in the directory. A file is read again if its
-    size, modification time or inode changed.
+    size, modification time or inode changed, or in an object store the mark of its bytes.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        name = hashlib.sha256(os.fsencode(directory.resolve())).hexdigest()[:32]
+    def __init__(self, directory: str) -> None:
+        name = hashlib.sha256(directory.encode(errors="surrogateescape")).hexdigest()[:32]
         cache = Path(constants.HF_ASSETS_CACHE)
         folder = cached_assets_path("shardconv", "push", "sha256", assets_dir=cache)
         self._file = folder / f"{name}.json"
@@ -77,22 +78,29 @@ class _HashCache:
             rows = json.loads(self._file.read_text())
             self._entries = rows if isinstance(rows, dict) else {}
 
-    def get(self, path: str) -> str | None:
+    def get(self, path: str, file: Path | RemoteFile) -> str | None:
         """Return the sha256, unless the file changed since it was read."""
         entry = self._entries.get(path)
-        if not isinstance(entry, list) or entry[:-1] != self._identity(path):
+        if not isinstance(entry, list) or entry[:-1] != _identity(file):
             return None
         return str(entry[-1])
 
-    def put(self, path: str, sha256: str) -> None:
+    def put(self, path: str, file: Path | RemoteFile, sha256: str) -> None:
         """Cache a hash; in memory only, if the cache cannot be written."""
-        self._entries[path] = [*self._identity(path), sha256]
+        self._entries[path] = [*_identity(file), sha256]
         with contextlib.suppress(OSError):
             write_text(self._file, json.dumps(self._entries))
 
-    def _identity(self, path: str) -> list[object]:
-        stats = (self._directory / path).stat()
-        return [stats.st_size, stats.st_mtime_ns, stats.st_ino]
+
+def _identity(file: Path | RemoteFile) -> list[object]:
+    if isinstance(file, RemoteFile):
+        return [file.num_bytes, file.identity]
+    stats = file.stat()
+    return [stats.st_size, stats.st_mtime_ns, stats.st_ino]
+
+
+def _num_bytes(file: Path | RemoteFile) -> int:
+    return file.num_bytes if isinstance(file, RemoteFile) else file.stat().st_size
 
 
 COMMIT_FILES, COMMIT_BYTES = 100, 20 * 10**9
@@ -106,26 +114,28 @@ PICTURES = "shardconv"
 class Pushing:
     """The push of one directory to one branch."""
 
-    def __init__(self, directory: Path, own: Published, remote: Remote, progress: Progress) -> None:
-        self._directory, self._remote, self._progress = directory, remote, progress
+    def __init__(
+        self, parts: Sequence[ConvertedFiles], own: Published, remote: Remote, progress: Progress
+    ) -> None:
+        self._remote, self._progress = remote, progress
         self.own, self._folder = own, own.path
         # Every file of the directory, the manifest of each stage after its others.
         recorded: dict[str, str] = {}
-        sizes: dict[str, int] = {}
-        for part, manifest_of_part in zip(self.own.folder.parts, self.own.manifests, strict=True):
-            start = part.removeprefix(self._folder).lstrip("/")
-            for entry in manifest_of_part.files:
+        files: dict[str, Path | RemoteFile] = {}
+        for part, place, described in zip(parts, self.own.folder.parts, self.own.manifests, strict=True):
+            start = place.removeprefix(self._folder).lstrip("/")
+            for entry in described.files:
                 path, (kind, digest) = join(start, entry.path), entry.checksum.split(":")
-                sizes[path] = entry.num_bytes
+                files[path] = part.file(entry.path)
                 if kind == "sha256":
                     recorded[path] = digest
-            for path in (join(start, PLAN_NAME), join(start, MANIFEST_NAME)):
-                sizes[path] = (self._directory / path).stat().st_size
-        unknown = {path: size for path, size in sizes.items() if path not in recorded}
-        digests = recorded | sha256s(self._directory, unknown, self._progress)
+            files |= {join(start, name): part.file(name) for name in (PLAN_NAME, MANIFEST_NAME)}
+        unknown = {path: file for path, file in files.items() if path not in recorded}
+        where = parts[0].name if parts[0].objects is not None else str(parts[0].directory.resolve())
+        digests = recorded | sha256s(where, unknown, self._progress)
         self._items = [
-            Item(f"{self._folder}/{path}", self._directory / path, size, digests[path])
-            for path, size in sizes.items()
+            Item(f"{self._folder}/{path}", file, _num_bytes(file), digests[path])
+            for path, file in files.items()
         ]
         self._drawn: dict[str, str] = {}
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from shardconv_runtime.default_modes import in_default_modes
 from shardconv_runtime.errors import MissingFileError, PlanError
 from shardconv_runtime.files import manifest
+from shardconv_runtime.files.converted_files import ConvertedFiles, parts_of
 from shardconv_runtime.files.manifest import Manifest
-from shardconv_runtime.files.small_files import stage_directories
 from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.dims import to_text
 from shardconv_runtime.format.plan import Plan, global_shape
@@ -36,6 +36,7 @@ from ..writing.outputs import WriteOptions, prepared
 from . import derived_directory
 from .derived_directory import has_sequence_form, planned_spec, require_trusted
 from .file_checks import require_intact
+from .replaced_documents import replace_document
 
 
 @in_default_modes
@@ -53,7 +54,8 @@ def replan(
     two, ``load`` raises an error, and running this again repairs the directory.
 
     Args:
-        out: a converted directory, the directory of one stage, or the directory of all stages.
+        out: a converted directory, the directory of one stage, or the directory of all stages; or its URL
+            in an object store.
         trust_remote_code: import the Python code in ``out``; necessary if its plan was made with it.
         check: check the new plan numerically.
         sequence_parallel: add a sequence-parallel form. A plan that has one keeps it.
@@ -68,8 +70,8 @@ def replan(
         ShardconvError: if ``out`` is not a converted directory, or its model cannot be planned.
     """
     parts = [
-        _Part(each, manifest.read(each), plan_json.read(each / manifest.PLAN_NAME))
-        for each in stage_directories(Path(out)) or [Path(out)]
+        _Part(each, manifest.read(each.directory), plan_json.read(each.directory / manifest.PLAN_NAME))
+        for each in parts_of(out)
     ]
     first = parts[0]
     old = first.plan
@@ -78,7 +80,7 @@ def replan(
     # torch and transformers are imported once the directory is known to be readable.
     from .new_solution import solved_again
 
-    spec = planned_spec(first.directory, old)
+    spec = planned_spec(first.files.directory, old)
     is_wanted = sequence_parallel or has_sequence_form(old)
     layers = old.stages.layers if old.stages is not None else ()
     if any(first > last for first, last in layers):  # `--stages` cannot express a stage without layers
@@ -94,18 +96,20 @@ def replan(
         plan = new
         if new.stages is not None and part.plan.stages is not None:
             plan = replace(new, stages=replace(new.stages, own=part.plan.stages.own))
-        _require_same_layout(part.directory, part.manifest, part.plan, plan)
+        _require_same_layout(part.files, part.manifest, part.plan, plan)
         plans.append(plan)
     # Nothing is written before all parts are checked. In each, the plan is replaced before the manifest.
     for part, plan in zip(parts, plans, strict=True):
         part_manifest = part.manifest
-        plan_sha256 = plan_json.write(plan, part.directory / manifest.PLAN_NAME)
+        text = plan_json.dumps(plan)
+        plan_sha256 = plan_json.sha256(text)
+        replace_document(part.files, manifest.PLAN_NAME, text)
         numerics = (
             part_manifest.numerics if plan_sha256 == part_manifest.plan_sha256 else None
         )  # measured with another plan
         tools = {**part_manifest.tools, **tool_versions()}
         renewed = replace(part_manifest, plan_sha256=plan_sha256, tools=tools, numerics=numerics)
-        manifest.write(renewed, part.directory)
+        replace_document(part.files, manifest.MANIFEST_NAME, manifest.dumps(renewed))
     return new
 
 
@@ -113,26 +117,26 @@ def replan(
 class _Part:
     """A converted directory, of a model or of a stage."""
 
-    directory: Path
+    files: ConvertedFiles
     manifest: Manifest
     plan: Plan
 
 
-def _require_same_layout(directory: Path, found: Manifest, old: Plan, new: Plan) -> None:
+def _require_same_layout(files: ConvertedFiles, found: Manifest, old: Plan, new: Plan) -> None:
     """Check that the files have the layout of the new plan. Their headers say so; ``plan.json`` is not
     trusted."""
     layout = layout_sha256(new)
     if layout != layout_sha256(old):
         raise PlanError(
-            f"{directory}: {_first_difference(old, new)}, so the shards cannot be kept; "
+            f"{files.name}: {_first_difference(old, new)}, so the shards cannot be kept; "
             f"convert {found.source.name} again, with --tp {found.tp} and --overwrite"
         )
     for entry in found.files:
         if entry.path.endswith(".safetensors"):
-            path = manifest.resolve(directory, entry.path)
-            if not path.is_file():
-                raise MissingFileError(f"{directory}: {entry.path} is missing; convert the model again")
-            manifest.check_shard(path, entry.rank, found.tp, layout)
+            file = files.file(entry.path)
+            if isinstance(file, Path) and not file.is_file():
+                raise MissingFileError(f"{files.name}: {entry.path} is missing; convert the model again")
+            manifest.check_shard(file, entry.rank, found.tp, layout)
 
 
 def _first_difference(old: Plan, new: Plan) -> str:

@@ -8,29 +8,24 @@ from __future__ import annotations
 
 import os
 import threading
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from shardconv_runtime.checkpoint.checkpoint_weights import are_equal, lazy_weights
-from shardconv_runtime.checkpoint.copying import CopyUnit, PlacedTensor, plan_units, run
-from shardconv_runtime.checkpoint.lazy_tensor import FileLeaf, LazyTensor, Shape
+from shardconv_runtime.checkpoint.copying import PlacedTensor, plan_units, run
+from shardconv_runtime.checkpoint.lazy_tensor import LazyTensor
 from shardconv_runtime.checkpoint.packed_plan import as_planned, flatten, shard
 from shardconv_runtime.checkpoint.resolve import ModelSpec, resolve
 from shardconv_runtime.errors import CheckpointError, DamagedError, SourceError
-from shardconv_runtime.files import manifest
 from shardconv_runtime.files.manifest import Manifest
 from shardconv_runtime.files.small_files import small_files
-from shardconv_runtime.format.dims import Dim
-from shardconv_runtime.format.header import item_bytes
-from shardconv_runtime.format.plan import ParameterPlan, Plan, global_shape, parameter_plans
-from shardconv_runtime.format.slices import Mesh, ranges
+from shardconv_runtime.format.plan import Plan, global_shape, parameter_plans
 from shardconv_runtime.format.stored_layout import stored_plans, tensor_name
 from shardconv_runtime.hub_options import Hub
 from shardconv_runtime.packed.formats import can_pack, quant_method
@@ -41,6 +36,7 @@ from ..reporting.progress import Progress
 from ..writing.writer import copy_small_files
 from . import shards
 from .file_checks import one_line
+from .file_spans import FileSpans, file_spans
 from .shards import Converted
 
 
@@ -130,18 +126,24 @@ def read_reference(
 
 def compare(converted: Converted, reference: Reference, progress: Progress) -> Comparison:
     """Compare every byte of every rank's shard of every tensor."""
-    spans = list(_spans(converted, reference.weights))
-    with _Comparer(spans) as comparer:
-        units = plan_units(comparer.placed(converted.plan, reference.weights), MEMORY)
-        with progress.bar("comparing", sum(span.end - span.begin for span in spans)) as advance:
+    spans = file_spans(converted, reference.weights)
+    if converted.files.objects is None:
+        _compare_files(converted.plan, spans, reference.weights, progress)
+    else:
+        from .store_comparison import compare_objects  # it imports the client of the Hub
 
-            def finished(unit: CopyUnit, sink: _Sink) -> None:
-                comparer.take(sink)
-                advance(sink.num_bytes)
-
-            run(units, lambda: _Sink(comparer), finished)
-        problems = [*reference.problems, *comparer.problems(converted.plan, reference.spec.name)]
+        compare_objects(converted, spans, reference.weights, progress)
+    problems = [*reference.problems, *spans.problems(converted.plan, reference.spec.name)]
     return Comparison(len(reference.weights), tuple(problems))
+
+
+def _compare_files(
+    plan: Plan, spans: FileSpans, weights: Mapping[str, LazyTensor], progress: Progress
+) -> None:
+    """Compare files on this machine."""
+    with _Comparer(spans) as comparer, progress.bar("comparing", spans.num_bytes) as advance:
+        units = plan_units(comparer.placed(plan, weights), MEMORY)
+        run(units, lambda: _Sink(comparer, spans), lambda unit, sink: advance(sink.num_bytes))
 
 
 def compare_small_files(found: Manifest, spec: ModelSpec) -> list[str]:
@@ -160,49 +162,14 @@ def compare_small_files(found: Manifest, spec: ModelSpec) -> list[str]:
     return remarks
 
 
-class _Span(NamedTuple):
-    """The bytes of a rank's shard of a tensor."""
-
-    path: Path
-    file: str
-    """The path in the directory."""
-    begin: int
-    """Offset of the first byte in the file."""
-    end: int
-    name: str
-    rank: int | None
-    shape: Shape
-    """Local shape."""
-    dtype: str
-
-
-def _spans(converted: Converted, weights: Mapping[str, LazyTensor]) -> Iterator[_Span]:
-    """Yield the spans of all tensors to compare that have elements."""
-    files = {manifest.resolve(converted.directory, e.path): e.path for e in converted.manifest.files}
-    for rank, tensors in converted.tensors.items():
-        for name, tensor in tensors.items():
-            if name in weights and tensor.pieces:
-                leaf = tensor.pieces[0].leaf
-                assert isinstance(leaf, FileLeaf), "a converted directory is read from files"
-                assert isinstance(leaf.path, Path), "on this machine"
-                end = leaf.offset + tensor.num_bytes
-                file = files[leaf.path]
-                yield _Span(leaf.path, file, leaf.offset, end, name, rank, tensor.shape, tensor.dtype)
-
-
 class _Comparer:
-    """The open files of the directory, and the first difference in each span."""
+    """The open files of a directory on this machine."""
 
-    def __init__(self, spans: Iterable[_Span]) -> None:
-        by_file: dict[Path, list[_Span]] = {}
-        for span in spans:
-            by_file.setdefault(span.path, []).append(span)
-        self._files = [sorted(of_file, key=lambda span: span.begin) for of_file in by_file.values()]
-        self._begins = [[span.begin for span in of_file] for of_file in self._files]
+    def __init__(self, spans: FileSpans) -> None:
+        self._spans = spans
         self._handles: dict[int, int] = {}
         self._lock = threading.Lock()
         self._buffers = threading.local()
-        self._different: dict[_Span, int] = {}
 
     def __enter__(self) -> _Comparer:
         return self
@@ -216,7 +183,7 @@ class _Comparer:
     def placed(self, plan: Plan, weights: Mapping[str, LazyTensor]) -> Iterator[PlacedTensor]:
         """Yield the tensors that should be at each span."""
         parameters = stored_plans(plan)
-        for index, spans in enumerate(self._files):
+        for index, spans in enumerate(self._spans.files):
             for span in spans:
                 expected = shard(parameters[span.name], weights[span.name], plan.mesh, span.rank or 0)
                 assert expected.shape == span.shape, "converted.read has checked it"
@@ -231,37 +198,13 @@ class _Comparer:
             return None
         return offset + int(np.argmax(stored != expected))
 
-    def take(self, sink: _Sink) -> None:
-        """Keep the first differences of one unit."""
-        for (index, _), offset in sink.different.items():
-            span = self._files[index][self.tensor_at(index, offset)]
-            self._different[span] = min(offset, self._different.get(span, offset))
-
-    def tensor_at(self, index: int, offset: int) -> int:
-        """Return the index of the tensor of a file to which a byte belongs."""
-        return bisect_right(self._begins[index], offset) - 1
-
-    def problems(self, plan: Plan, model: str) -> Iterator[str]:
-        """Yield a line for each tensor that differs, in the order of the plan."""
-        by_name: dict[str, list[tuple[_Span, int]]] = {}
-        for span, offset in self._different.items():
-            by_name.setdefault(span.name, []).append((span, offset))
-        count = dict.fromkeys(by_name, 0)
-        for spans in self._files:
-            for span in spans:
-                if span.name in count:
-                    count[span.name] += 1
-        for name, entry in stored_plans(plan).items():
-            if name in by_name:
-                differing = sorted(by_name[name], key=lambda item: item[0].rank or 0)
-                yield _line(differing, count[name], entry, plan.mesh, model)
-
     def _read(self, index: int, offset: int, num_bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
         buffer: np.ndarray[Any, np.dtype[np.uint8]] | None = getattr(self._buffers, "held", None)
         if buffer is None or len(buffer) < num_bytes:
             buffer = self._buffers.held = np.empty(num_bytes, np.uint8)
         into = buffer[:num_bytes].data
-        path = self._files[index][0].path
+        path = self._spans.files[index][0].path
+        assert isinstance(path, Path)
         while len(into):
             try:
                 count = os.preadv(self._handle(index, path), [into], offset)
@@ -284,47 +227,23 @@ class _Sink:
     """Compare the bytes of one unit."""
 
     comparer: _Comparer
+    spans: FileSpans
     num_bytes: int = 0
-    different: dict[tuple[int, int], int] = field(default_factory=dict)
-    """(file, index of a tensor in it) -> first byte that differs."""
 
     def put(self, file: int, offset: int, data: memoryview) -> None:
         """Compare data with the file."""
         self.num_bytes += len(data)
         difference = self.comparer.difference(file, offset, data)
         if difference is not None:
-            key = file, self.comparer.tensor_at(file, difference)
-            self.different[key] = min(difference, self.different.get(key, difference))
-
-
-def _line(
-    differing: Sequence[tuple[_Span, int]], count: int, entry: ParameterPlan, mesh: Mesh, model: str
-) -> str:
-    """Return the line for a tensor that differs in some of ``count`` files."""
-    span, offset = differing[0]
-    element = (offset - span.begin) // item_bytes(span.dtype)
-    local = [int(index) for index in np.unravel_index(element, span.shape)]
-    position = [
-        _global_index(dim, mesh, span.rank or 0, index) for dim, index in zip(entry.dims, local, strict=True)
-    ]
-    files = f", and in {len(differing)} of {count} files" if count > 1 else ""
-    return (
-        f"{span.name}: differs from {model} first at {position}, in {span.file} at {local} "
-        f"(byte {offset} of the file){files}"
-    )
-
-
-def _global_index(dim: Dim, mesh: Mesh, rank: int, index: int) -> int:
-    """Return the global position of a rank's position in a dim."""
-    for start, stop in ranges(dim, mesh, rank):
-        if index < stop - start:
-            return start + index
-        index -= stop - start
-    raise AssertionError("a local index lies in the rank's shard")
+            self.spans.note(file, difference)
 
 
 def add_differences(
-    directory: Path, reference: Reference, problems: list[str], remarks: list[str], progress: Progress
+    directory: str | os.PathLike[str],
+    reference: Reference,
+    problems: list[str],
+    remarks: list[str],
+    progress: Progress,
 ) -> int | None:
     """Add the differences, and return the number of tensors that were compared.
 

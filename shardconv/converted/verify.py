@@ -6,17 +6,16 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 
 from shardconv_runtime.default_modes import in_default_modes
-from shardconv_runtime.errors import CheckpointError, DamagedError, OptionError
+from shardconv_runtime.errors import CheckpointError, DamagedError, OptionError, SourceError
 from shardconv_runtime.files import manifest
 from shardconv_runtime.files.converted_files import parts_of
 from shardconv_runtime.files.fingerprint import check_code
 from shardconv_runtime.files.manifest import MANIFEST_NAME
 from shardconv_runtime.files.model_config import read_config
 from shardconv_runtime.format.measured import Numerics
-from shardconv_runtime.hub_options import Hub, is_url
+from shardconv_runtime.hub_options import Hub
 from shardconv_runtime.keywords import checked_keywords
 
 from ..arguments import HUB_FIELDS
@@ -26,6 +25,7 @@ from ..reporting.summary import human_bytes
 from . import shards
 from .derived_directory import require_trusted
 from .file_checks import Contents, Findings, check, open_contents
+from .replaced_documents import replace_document
 from .shards import of_all_stages
 
 
@@ -98,11 +98,6 @@ def verify(
             "--against MODEL"
         )
     parts = [open_contents(part) for part in parts_of(out)]
-    if against is not None and is_url(out):
-        raise OptionError(
-            f"{out} is in an object store; to compare it with {against}, copy it to a directory; or leave "
-            "out --against to compare the checksums"
-        )
     plan = parts[0].plan and of_all_stages(parts[0].plan)
     # Errors that would otherwise come up after hours of reading come first.
     if plan is not None and (numerics or against is not None):
@@ -135,7 +130,7 @@ def verify(
     results = _checked(directory, parts, progress)
     problems, remarks, num_tensors = list(results.problems), list(results.remarks), None
     if reference is not None:
-        num_tensors = add_differences(Path(directory), reference, problems, remarks, progress)
+        num_tensors = add_differences(out, reference, problems, remarks, progress)
     elif against is not None:
         remarks.append(f"not compared with {against}, since the plan cannot be used")
     if problems and numerics:
@@ -196,15 +191,15 @@ def _record(part: Contents, outcome: Numerics | None) -> list[str]:
     """Write a result to the manifest of the files that it was measured on. Return remarks if this is not
     possible."""
     directory, verified = part.files.directory, part.manifest
-    if part.files.objects is not None:
-        return [f"the result was not written to {MANIFEST_NAME}, which is in an object store"]
     path = directory / MANIFEST_NAME
     if path.is_symlink():
         return [f"the result was not written to {MANIFEST_NAME}, which is a link (to a cache of the Hub?)"]
     if manifest.read(directory) != verified:
         return [f"the result was not written to {MANIFEST_NAME}, which has changed meanwhile"]
     try:
-        manifest.write(replace(verified, numerics=outcome), directory)
+        replace_document(part.files, MANIFEST_NAME, manifest.dumps(replace(verified, numerics=outcome)))
+    except SourceError as error:  # of a store
+        return [f"the result was not written to {MANIFEST_NAME}: {error}"]
     except OSError as error:
         return [f"the result was not written to {MANIFEST_NAME} ({error.strerror})"]
     return []

@@ -112,6 +112,7 @@ def export(
     if format not in FORMATS:
         raise OptionError(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
     limit, budget = parse_size(max_file_size), parse_memory(memory)
+    derived_directory.require_on_disk(directory, format)
     path = Path(directory).expanduser()
     state = read_state(path / PARTIAL)
     if state is not None and "export" in state.job and state.moves is None:

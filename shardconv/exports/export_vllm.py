@@ -28,6 +28,7 @@ from ..arguments import (
     parse_size,
     require_tp,
 )
+from ..converted.derived_directory import require_on_disk
 from ..reporting.progress import Progress, Silent
 from ..writing.outputs import Output, WriteOptions
 from . import vllm_state
@@ -85,6 +86,7 @@ def export_vllm(
         >>> shardconv.export_vllm("my-model/", "state/", tp=2)
     """
     require_tp(tp)
+    require_on_disk(directory, "vllm")
     version = require_vllm()
     writing = writing or Writing()
     if writing.overwrite:

@@ -19,8 +19,9 @@ from ..converted.shards import Converted
 from ..reporting.progress import Progress, Silent
 from ..writing.durable import write_durably
 from ..writing.job import LEAST_ALIGNMENT, target_file
-from ..writing.outputs import refuse_other_output
-from ..writing.workspace import Claim, Workspace, opened
+from ..writing.outputs import Output, refuse_other_output
+from ..writing.workspace import Claim
+from ..writing.writer import AnyWorkspace
 
 if TYPE_CHECKING:
     from .saved_layout import CheckpointLayout
@@ -65,8 +66,8 @@ def merge(
 
     Args:
         out: a converted directory, or its URL in an object store.
-        hf_dir: directory to create. It must not exist, be empty, or hold the unfinished files of an earlier
-            run.
+        hf_dir: directory to create, or its URL in an object store. It must not exist, be empty, or hold the
+            unfinished files of an earlier run.
         max_file_size: maximum size of a file in bytes, or as text such as ``"5GB"``. A larger tensor gets
             its own file.
         memory: I/O buffer size in bytes, or as text.
@@ -82,29 +83,30 @@ def merge(
     """
     progress = progress or Silent()
     limit, budget = parse_size(max_file_size), parse_memory(memory)
-    output = derived_directory.prepare("DST", hf_dir, out, CONFIG_NAME)
+    output = derived_directory.prepared_place(hf_dir, out, CONFIG_NAME)
     converted = derived_directory.read(out, trust_remote_code=trust_remote_code)
     progress.stage(f"finding the layout in which transformers saves {out}")
 
     # torch and transformers are imported once the arguments are known to be right.
     from ..writing.fill import fill
     from ..writing.finished import difference_of_files
-    from .saved_layout import checkpoint_tensors, divided_into_files
+    from .saved_layout import checkpoint_tensors, divided_into_files, header_of_packed
 
-    tensors, num_parameters = checkpoint_tensors(converted, derived_directory.spec_of(converted))
+    spec = derived_directory.spec_of(converted)
+    tensors, num_parameters = checkpoint_tensors(converted, spec)
     layout = divided_into_files({**derived_directory.unused(converted), **tensors}, num_parameters, limit)
     job = {
         "merge": {"name": converted.manifest.source.name, **derived_directory.identity(converted)},
         "max_file_size": limit,
         "versions": tool_versions(),
     }
+    header = header_of_packed(spec, layout.tensors)
     files = []
     for path, names in layout.files.items():
         stored = {name: layout.tensors[name] for name in sorted(names)}
         declared = {name: (tensor.dtype, tensor.shape) for name, tensor in stored.items()}
-        made = target_file(
-            path, _OWNER, declared, {"format": "pt"}, stored.__getitem__, alignment=LEAST_ALIGNMENT
-        )
+        metadata = {"format": "pt", **header}
+        made = target_file(path, _OWNER, declared, metadata, stored.__getitem__, alignment=LEAST_ALIGNMENT)
         files.append(made)
     written = Exported(
         num_tensors=len(layout.tensors),
@@ -114,21 +116,22 @@ def merge(
     )
     if output.is_complete:
         reason = difference_of_files(output.present, files, lambda to: _write_others(to, converted, layout))
-        refuse_other_output("DST", output.path, reason, "name another directory")
+        refuse_other_output("DST", output.name, reason, "name another directory")
         return written
-    with opened(output.path, job, files, Claim({_OWNER}), tell=progress.stage) as workspace:
+    with output.opened(job, files, Claim({_OWNER}), progress.stage) as workspace:
         if workspace.is_finishing:
             workspace.finish_again()
         else:
             require_intact(out, progress)
             fill(workspace, memory=budget, progress=progress)
             with workspace.exclusive():
-                derived_directory.require_nothing_new("DST", output.path)
+                if isinstance(output, Output):
+                    derived_directory.require_nothing_new("DST", output.path)
                 _finish(workspace, converted, layout)
     return written
 
 
-def _finish(workspace: Workspace, found: Converted, layout: CheckpointLayout) -> None:
+def _finish(workspace: AnyWorkspace, found: Converted, layout: CheckpointLayout) -> None:
     """Move all files to ``hf_dir``. ``config.json`` is last, since nothing loads a directory without it."""
     assert workspace.checksums() is not None, "all of it was written"
     other_files = _write_others(workspace.path, found, layout)

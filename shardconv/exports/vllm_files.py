@@ -16,10 +16,11 @@ from shardconv_runtime.checkpoint.resolve import resolve
 from shardconv_runtime.checkpoint.stored_leaves import lazy_tensors
 from shardconv_runtime.errors import ShardconvError
 from shardconv_runtime.files.manifest import MANIFEST_NAME, FileEntry, rank_directory
+from shardconv_runtime.files.object_stores import listed
 from shardconv_runtime.files.shard_files import grouped
 from shardconv_runtime.files.small_files import config_in_dtype, entry_of
 from shardconv_runtime.format.header import item_bytes
-from shardconv_runtime.hub_options import Hub
+from shardconv_runtime.hub_options import Hub, is_url
 from shardconv_runtime.versions import tool_versions
 
 from ..converted import derived_directory
@@ -46,7 +47,7 @@ class EngineSource:
 
     name: str
     directory: Path
-    """The directory with its config."""
+    """The directory with its config, on this machine."""
     tensors: Mapping[str, LazyTensor]
     """The global tensors, by the names of its checkpoint."""
     origin: Origin
@@ -59,9 +60,12 @@ def engine_source(
     model: str | os.PathLike[str], hub: Hub, *, trust_remote_code: bool, stream: bool
 ) -> EngineSource:
     """Find the tensors of an ordinary checkpoint or of a converted directory, without reading them."""
-    path = Path(model).expanduser()
-    if (path / MANIFEST_NAME).is_file():
-        converted = derived_directory.read(path, trust_remote_code=trust_remote_code)
+    if is_url(model):
+        is_converted = MANIFEST_NAME in listed(os.fspath(model)).objects
+    else:
+        is_converted = (Path(model).expanduser() / MANIFEST_NAME).is_file()
+    if is_converted:
+        converted = derived_directory.read(model, trust_remote_code=trust_remote_code)
         tensors, _ = checkpoint_tensors(converted, derived_directory.spec_of(converted))
         origin = Origin(
             converted.manifest.source,
@@ -69,7 +73,8 @@ def engine_source(
             lambda directory: derived_directory.copy_small_files(converted, directory),
         )
         is_trusted = converted.plan.model.trust_remote_code
-        return EngineSource(str(path), path, tensors, origin, is_trusted, is_converted=True)
+        name, directory = converted.files.name, converted.directory
+        return EngineSource(name, directory, tensors, origin, is_trusted, is_converted=True)
     spec = resolve(model, hub, trust_remote_code=trust_remote_code, stream=stream)
     assert spec.directory is not None, "a model that was named has one"
     tensors = lazy_tensors(spec.weight_files, spec.index)
@@ -134,7 +139,7 @@ def write_state(
     with opened(output.path, job, files, claim, tell=progress.stage, check=output.require_free) as workspace:
         if not workspace.is_finishing:
             if found.is_converted:
-                require_intact(found.directory, progress)
+                require_intact(found.name, progress)
             fill(workspace, memory=options.memory, progress=progress)
             require_unchanged(found.origin)
         with workspace.exclusive():

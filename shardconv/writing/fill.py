@@ -64,7 +64,7 @@ class Destination(Protocol):
         """Begin to write these files, through buffers of ``memory`` bytes."""
 
 
-def fill(destination: Destination, *, memory: int, progress: Progress) -> None:
+def fill(destination: Destination, *, memory: int, progress: Progress, title: str = "writing") -> None:
     """Write the missing files of this process's owners, through I/O buffers of ``memory`` bytes."""
     files, missing = destination.files, destination.missing()
     # The n-th files of all ranks hold parts of the same parameters. They are written together, so the source
@@ -94,7 +94,7 @@ def fill(destination: Destination, *, memory: int, progress: Progress) -> None:
     try:
         with (
             destination.target(missing, memory) as target,
-            progress.bar("writing", total, total - rest) as advance,
+            progress.bar(title, total, total - rest) as advance,
         ):
             advance(sum(len(files[index].header) for index in missing))
             for index in missing:

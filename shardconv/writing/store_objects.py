@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shardconv_runtime.errors import NetworkError, ShardconvError
+from shardconv_runtime.files.manifest import PARTIAL
 from shardconv_runtime.files.object_stores import ObjectDirectory, listed
 from shardconv_runtime.files.store_client import WRITE_RETRIES, client, explained, failure, library, status_of
 from shardconv_runtime.hub_options import again
@@ -82,6 +84,15 @@ class StoreDirectory:
             return _version(library().put(self._client, name, data, chunk_size=PART_BYTES))
         except Exception as error:
             raise self._error(name, error) from None  # its text may hold a signed address
+
+    def require_writable(self) -> None:
+        """Write an object and remove it, both of which every conversion does, so that a refusal comes first.
+
+        It is in the folder of records, and a process that dies in between leaves it to the next one.
+        """
+        name = f"{PARTIAL}/check-{uuid.uuid4().hex}"
+        self.write(name, b"")
+        self.remove([name])
 
     def stream(self, name: str, parts: Iterator[memoryview], part_bytes: int, num_requests: int) -> str:
         """Write an object in parts of equal size, the last one shorter, and return its mark.

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from shardconv_runtime.errors import OptionError, OutputExistsError
-from shardconv_runtime.files.converted_files import ConvertedFiles
+from shardconv_runtime.files.converted_files import ConvertedFiles, is_weight_file
 from shardconv_runtime.files.manifest import MANIFEST_NAME, PARTIAL, PLAN_NAME
 from shardconv_runtime.files.manifest import read as read_manifest
 from shardconv_runtime.files.object_stores import listed, with_small_files
@@ -26,7 +26,9 @@ class StoredOutput:
     url: str
     overwrite: bool
     stored: ConvertedFiles | None = None
-    """The converted directory that is there. Without ``overwrite``, it is only compared."""
+    """The complete directory that is there. Without ``overwrite``, it is only compared."""
+    last: str = MANIFEST_NAME
+    """The file that makes it complete."""
 
     @property
     def name(self) -> str:
@@ -48,11 +50,11 @@ class StoredOutput:
         self, job: Job, files: Sequence[TargetFile], claim: Claim, tell: Callable[[str], None]
     ) -> AbstractContextManager[StoredWorkspace]:
         """Claim owners, and continue the job that was begun, or begin."""
-        return opened_in_store(self.url, job, files, claim, self.replaced(), tell=tell)
+        return opened_in_store(self.url, job, files, claim, self.replaced(), self.last, tell=tell)
 
     def replaced(self) -> list[str]:
         """Return the files of the converted directory that is replaced."""
-        if MANIFEST_NAME not in listed(self.url).objects:
+        if self.last not in listed(self.url).objects:
             return []
         if not self.overwrite:
             raise OutputExistsError(
@@ -63,10 +65,16 @@ class StoredOutput:
         return [MANIFEST_NAME, PLAN_NAME, *(entry.path for entry in manifest.files)]
 
     @classmethod
-    def prepare(cls, url: str, *, overwrite: bool, source: str | os.PathLike[str]) -> StoredOutput:
-        """Check that a directory may be written, or that it is complete already.
+    def prepare(
+        cls, url: str, *, overwrite: bool, source: str | os.PathLike[str], last: str = MANIFEST_NAME
+    ) -> StoredOutput:
+        """Check that a directory may and can be written, or that it is complete already.
 
         No process can be seen that writes the same owners: the last one takes their place.
+
+        Args:
+            last: the file that makes it complete. A directory of another kind than a converted one is never
+                replaced.
         """
         if (os.fspath(source).rstrip("/") + "/").startswith(url + "/"):
             raise OptionError(f"DST {url} holds the model to convert; name another directory")
@@ -74,7 +82,12 @@ class StoredOutput:
         names = {name for name in there.objects if name.split("/")[0] != PARTIAL}
         job = read_job(StoreDirectory(url))
         written = set() if job is None else {*job[0].paths, *job[0].old}
-        if MANIFEST_NAME in names:
+        if last != MANIFEST_NAME and last in names:
+            files = ConvertedFiles(
+                there.local_copy(name for name in names if not is_weight_file(name)), there
+            )
+            return cls(url, overwrite, files, last)
+        if MANIFEST_NAME in names and last == MANIFEST_NAME:
             objects, directory = with_small_files(there)
             if not overwrite:
                 return cls(url, overwrite, ConvertedFiles(directory, objects))
@@ -82,11 +95,11 @@ class StoredOutput:
             written |= {MANIFEST_NAME, PLAN_NAME, *(entry.path for entry in manifest.files)}
         elif names and job is None:
             raise OutputExistsError(
-                f"DST {url} is not empty, and has no {MANIFEST_NAME} of an earlier conversion; name another "
-                "directory"
+                f"DST {url} is not empty, and has no {last} of an earlier conversion; name another directory"
             )
         if strangers := sorted(names - written):
             raise OutputExistsError(
                 f"DST {url} holds {strangers[0]}, which shardconv did not write; move it away first"
             )
-        return cls(url, overwrite)
+        StoreDirectory(url).require_writable()
+        return cls(url, overwrite, last=last)

@@ -38,7 +38,7 @@ from .durable import BusyError
 from .job import JOB_NAME, Job, TargetFile, as_json, difference
 from .store_objects import StoreDirectory, Version
 from .streamed_files import Digests, StreamedFiles
-from .workspace import Claim
+from .workspace import Claim, largest
 
 _TRIES = 5
 """Times that the job is read again after another process has changed it."""
@@ -92,6 +92,8 @@ class StoredWorkspace:
     """The sha256 of the job, in hex."""
     claims: dict[str, _Owner]
     """The claimed owners."""
+    last: str
+    """The file that makes the directory complete."""
     finished: dict[str, dict[str, Any]] = field(default_factory=dict)
     """The records of finished files of all owners by path, when ``checksums`` was called."""
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -111,7 +113,7 @@ class StoredWorkspace:
     @property
     def is_finishing(self) -> bool:
         """Whether another process, or an earlier one, has completed the directory."""
-        return self.store.read(MANIFEST_NAME) is not None
+        return self.store.read(self.last) is not None
 
     def missing(self) -> list[int]:
         """Return the indices of the files of claimed owners that are not finished."""
@@ -153,10 +155,8 @@ class StoredWorkspace:
         return sorted({file.owner for file in self.files if file.path not in self.finished})
 
     def measured(self) -> dict[str, float]:
-        """Return the numbers about weights in the finished files of all owners, by name."""
-        return {
-            name: number for record in self.finished.values() for name, number in record["measured"].items()
-        }
+        """Return the numbers about weights in the finished files of all owners, by name, see ``largest``."""
+        return largest(each for record in self.finished.values() for each in record["measured"].items())
 
     def entry(self, file: TargetFile, checksum: str, rank: int | None) -> FileEntry:
         """Return the entry of a finished file in a manifest."""
@@ -225,6 +225,7 @@ def opened_in_store(
     files: Sequence[TargetFile],
     claim: Claim,
     replaced: Collection[str],
+    last: str = MANIFEST_NAME,
     *,
     tell: Callable[[str], None],
 ) -> Iterator[StoredWorkspace]:
@@ -235,18 +236,19 @@ def opened_in_store(
 
     Args:
         replaced: the objects of the complete directory that is replaced.
+        last: the file that makes the directory complete.
     """
     store, job = StoreDirectory(url), as_json(job)
     owners = {file.owner for file in files}
     claimed = set(claim.required)
     if min(owners - {COMMON_DIRECTORY}, default=COMMON_DIRECTORY) in {*claimed, COMMON_DIRECTORY}:
         claimed |= owners & set(claim.optional)
-    paths = (*sorted(file.path for file in files), PLAN_NAME, MANIFEST_NAME)
+    paths = (*sorted(file.path for file in files), PLAN_NAME, last)
     _agree(store, job, paths, replaced, owners != {*claim.required, *claim.optional}, tell)
     digest = _digest(job)
     claims = {owner: _claimed(store, owner, digest) for owner in sorted(claimed)}
     with tempfile.TemporaryDirectory(prefix="shardconv-") as small:
-        yield StoredWorkspace(store, tuple(files), Path(small), digest, claims)
+        yield StoredWorkspace(store, tuple(files), Path(small), digest, claims, last)
 
 
 def _agree(
@@ -280,8 +282,8 @@ def _agree(
             # Without its manifest, the old output is not complete any more. Files of the same names are
             # replaced later: another part may have written them already.
             there = store.listed().objects
-            store.remove(path for path in (MANIFEST_NAME,) if path in there)
-            store.remove(path for path in stored.old if path in there and path not in (*paths, MANIFEST_NAME))
+            store.remove(path for path in paths[-1:] if path in there)
+            store.remove(path for path in stored.old if path in there and path not in paths)
             store.replace(name, _encoded(asdict(StoredJob(job, stored.paths))), version)
         return
     raise BusyError(f"DST {store.url} is being written by another process; wait for it, or name another URL")

@@ -6,13 +6,14 @@ copying begins when there is memory for the parts that it fills. A unit that has
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import itertools
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from shardconv_runtime.checkpoint.copying import UNIT_BYTES
@@ -20,13 +21,15 @@ from shardconv_runtime.files.checksums import PIECE_BYTES, of_pieces
 from shardconv_runtime.files.shard_files import sampled_blocks
 
 from .job import TargetFile
-from .store_objects import MOST_PARTS, PART_BYTES, StoreDirectory
+from .store_objects import MOST_PARTS, PART_BYTES
 
 NUM_REQUESTS = 16
 """Concurrent requests of all files that are written together."""
 
 SUFFIX = ".safetensors"
 """The end of the names of shards."""
+
+_MMAP_THRESHOLD, _LARGE_BYTES = -3, 1 << 20
 
 END_S = 10.0
 """Seconds in which requests are aborted at an interruption."""
@@ -64,13 +67,20 @@ class _Stream:
         return self.missing.get(self.next) == 0
 
 
+class TakesParts(Protocol):
+    """Takes the parts of files in order, as ``StoreDirectory`` does, which sends them."""
+
+    def stream(self, name: str, parts: Iterator[memoryview], part_bytes: int, num_requests: int) -> str:
+        """Take the parts of a file, each of ``part_bytes`` but for the last one, and return its mark."""
+
+
 class StreamedFiles:
     """The files of a run that are sent, by several threads."""
 
     def __init__(
         self,
         files: Mapping[int, TargetFile],
-        store: StoreDirectory,
+        store: TakesParts,
         memory: int,
         finish: Callable[[int, Digests], object],
     ) -> None:
@@ -96,6 +106,7 @@ class StreamedFiles:
         self._error: BaseException | None = None
 
     def __enter__(self) -> StreamedFiles:
+        _return_large_blocks()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -217,6 +228,17 @@ class StreamedFiles:
                 self._changed.notify_all()
             hashes.update(part.data)
             yield part.data
+
+
+def _return_large_blocks() -> None:
+    """Let glibc return large blocks to the system when they are freed, see mallopt(3).
+
+    By default it begins to keep blocks of a size that was freed, in a heap for each thread. With parts that
+    pass from thread to thread, the memory of a conversion of 10 GB grew from 0.7 to 1.4 GB.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
+    if mallopt is not None:
+        mallopt(_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
 class _Hashes:

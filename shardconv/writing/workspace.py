@@ -126,9 +126,9 @@ class Workspace:
         return None if self.unfinished() else self._finished({file.owner for file in self.files})
 
     def measured(self) -> dict[str, float]:
-        """Return the numbers about weights in the finished files of all owners, by name."""
+        """Return the numbers about weights in the finished files of all owners, by name, see ``largest``."""
         owners = {file.owner for file in self.files}
-        return {m[2]: float(m[1]) for m in self._lines(owners, _MEASURED)}
+        return largest((m[2], float(m[1])) for m in self._lines(owners, _MEASURED))
 
     def unfinished(self) -> list[str]:
         """Return the owners of missing files, and those that another process has locked."""
@@ -191,6 +191,14 @@ class Claim:
     """The owners that this process must write; it is refused if another process writes one of them."""
     optional: Collection[str] = ()
     """The owners that are left out because another process writes them."""
+
+
+def largest(measured: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Return the largest number of each name: processes that write some ranks measure parts of weights."""
+    numbers: dict[str, float] = {}
+    for name, number in measured:
+        numbers[name] = max(number, numbers.get(name, number))
+    return numbers
 
 
 @contextmanager

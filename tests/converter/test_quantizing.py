@@ -15,6 +15,7 @@ import transformers
 from distributed import run_processes
 from quantized_conversions import dense, encoder_decoder, mixture, quantized, require_equal, saved, stored
 from safetensors.torch import load_file, save_file
+from shardconv_runtime.checkpoint.stored_leaves import metadata_of
 from shardconv_runtime.errors import MissingPackageError, OptionError, ShardconvError, SourceError
 from shardconv_runtime.files import manifest
 from shardconv_runtime.format.plan import parameter_plans
@@ -203,6 +204,12 @@ def test_a_scheme_that_does_not_exist_is_refused_at_once(tmp_path: Path) -> None
         shardconv.convert(tmp_path, tmp_path / "out", 2, quantize="nf5")
 
 
+@pytest.mark.parametrize("scheme", ["mxfp4", "torchao_int4"])
+def test_a_scheme_for_gpus_is_refused_by_name(scheme: str, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=f"not quantized in {scheme}: .* GPUs .*; choose w4a16 or nf4"):
+        shardconv.convert(tmp_path, tmp_path / "out", 2, quantize=scheme)
+
+
 def test_a_library_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantizers, "_is_installed", lambda package: False)
     with pytest.raises(MissingPackageError, match="pip install bitsandbytes"):
@@ -259,6 +266,35 @@ def test_bitsandbytes_has_the_bits_of_transformers(
     expected = by_transformers(type(model), source, tmp_path, config)
     for tp in (2, 3):
         require_equal(quantized(source, tmp_path, tp, scheme)[1], expected)
+
+
+@pytest.mark.formats
+@pytest.mark.parametrize(
+    ("scheme", "kind", "make"),
+    [
+        ("torchao_int8", "Int8WeightOnlyConfig", dense),
+        ("torchao_float8", "Float8WeightOnlyConfig", encoder_decoder),
+    ],
+)
+def test_torchao_has_the_bits_of_transformers(
+    scheme: str, kind: str, make: Callable[[], Any], tmp_path: Path
+) -> None:
+    """Also the headers, without which transformers cannot read the files."""
+    quantization = pytest.importorskip("torchao.quantization")
+    model = make()
+    source = saved(model, tmp_path)
+    config = transformers.TorchAoConfig(getattr(quantization, kind)())
+    expected = by_transformers(type(model), source, tmp_path, config)
+    for tp in (2, 3):
+        exported = quantized(source, tmp_path, tp, scheme)[1]
+        require_equal(exported, expected)
+        ours, theirs = (metadata_of(d / "model.safetensors") for d in (exported, expected))
+        names = json.loads(ours["tensor_names"])
+        assert set(names) <= set(json.loads(theirs["tensor_names"]))  # the library lists tied names, too
+        assert [ours[name] for name in names] == [theirs[name] for name in names]
+    loaded = type(model).from_pretrained(exported)
+    classes = {type(parameter).__name__ for parameter in loaded.parameters()}
+    assert kind.replace("WeightOnlyConfig", "Tensor") in classes
 
 
 @pytest.mark.formats

@@ -7,13 +7,16 @@ import io
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import shardconv_runtime
 import torch
@@ -21,22 +24,28 @@ import transformers
 from checkpoints import save_causal
 from distributed import run_errors, run_processes
 from forked import Forked
+from hub_server import HubServer
 from interrupted import save_large
 from s3_server import BUCKET, Store, s3_store
+from shardconv_runtime.checkpoint.copying import read_tensors
 from shardconv_runtime.errors import (
     AccessError,
     DamagedError,
     MissingModelError,
     NetworkError,
     OptionError,
+    OutputExistsError,
     SourceError,
 )
-from shardconv_runtime.files import object_stores, remote_files
+from shardconv_runtime.files import manifest, object_stores, remote_files
 from shardconv_runtime.files.small_files import CACHE_VARIABLE
 from shardconv_runtime.hub_options import Hub, is_url
 
 import shardconv
 from shardconv import cli
+from shardconv.converted import branch
+from shardconv.exports import vllm_files
+from shardconv.writing import streamed_files
 
 pytest.importorskip("obstore")
 
@@ -267,12 +276,109 @@ def test_a_directory_in_a_store_is_resharded_and_exported(models: Path, store: S
     assert files_of(tmp_path / "from-store") == files_of(tmp_path / "dcp")
 
 
-@pytest.mark.slow
-def test_a_directory_in_a_store_is_merged(models: Path, store: Store, tmp_path: Path) -> None:
+def test_a_directory_in_a_store_is_compared_with_its_source(
+    models: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each tensor that differs is named as in a directory; the source is in the store, too."""
+    monkeypatch.setattr(streamed_files, "PART_BYTES", 5000)  # some tensors are in several parts
+    url, source = store.upload(models / "out", "converted"), store.upload(models / "plain", "plain")
+    verified = apart(shardconv.verify, url, source, True)
+    assert (verified.num_tensors, verified.remarks) == (21, ())
+    assert manifest.loads(store.objects["converted/manifest.json"].decode()).numerics == verified.numerics
+    with pytest.raises(DamagedError) as caught:
+        apart(shardconv.verify, url, models / "plain-zeros")
+    with pytest.raises(DamagedError) as expected:
+        shardconv.verify(models / "out", models / "plain-zeros")
+    assert caught.value.problems == expected.value.problems
+    assert len(caught.value.problems) == 21
+
+
+def test_a_directory_in_a_store_is_solved_again(models: Path, store: Store, tmp_path: Path) -> None:
+    """Only plan and manifest are written, each if nobody else has changed it."""
+    shutil.copytree(models / "out", tmp_path / "out")
     url = store.upload(models / "out", "converted")
+    changes = partial(shardconv.replan, sequence_parallel=True, check=False)
+    changes(tmp_path / "out")
+    store.write_fault = lambda operation, key: changed_meanwhile(store, key)
+    with pytest.raises(SourceError, match="was changed by another process meanwhile; try again"):
+        apart(changes, url)
+    store.write_fault = lambda operation, key: ""
+    store.upload(models / "out", "converted")
+    store.written.clear()
+    apart(changes, url)
+    assert written(store, "converted") == files_of(tmp_path / "out") != files_of(models / "out")
+    assert store.written == [("put", "converted/plan.json"), ("put", "converted/manifest.json")]
+
+
+def changed_meanwhile(store: Store, key: str) -> str:
+    """Change the manifest when the plan is written."""
+    if key.endswith("plan.json"):
+        store.objects["converted/manifest.json"] += b" "
+    return ""
+
+
+def test_an_adapter_is_planned_for_a_directory_in_a_store(models: Path, store: Store, tmp_path: Path) -> None:
+    url = store.upload(models / "out", "converted")
+    adapted(models / "out", tmp_path / "local")
+    apart(adapted, url, tmp_path / "from-store")
+    assert files_of(tmp_path / "from-store") == files_of(tmp_path / "local")
+    with pytest.raises(OptionError, match="s3://models/lora is in an object store; name a directory"):
+        adapted(url, "s3://models/lora")
+
+
+def adapted(out: Path | str, adapter: Path | str) -> None:
+    shardconv.adapt(out, peft.LoraConfig(r=4, target_modules=["q_proj"]), adapter, check=False)
+
+
+def test_a_directory_in_a_store_is_pushed(
+    models: Path, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its files are sent in parts that are read by ranges; a second push finds them in place."""
+    url = store.upload(models / "out", "converted")
+    monkeypatch.setattr(branch, "BUFFER_BYTES", 20_000)
+    with HubServer(part_bytes=50_000) as hub:
+        hub.use(monkeypatch, tmp_path / "home", "hf_writer")
+        assert apart(shardconv.push, url, "user/model").path == "tp-2"
+        there = hub.files("user/model")
+        assert {p.removeprefix("tp-2/"): d for p, d in there.items() if p.startswith("tp-2/")} == files_of(
+            models / "out"
+        )
+        assert not apart(shardconv.push, url, "user/model").sent
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_a_directory_in_a_store_is_a_source_for_vllm(models: Path, store: Store) -> None:
+    """Its tensors have the names and bytes of the checkpoint."""
+    names = apart(tensors_for_vllm, store.upload(models / "out", "converted"))
+    assert names == tensors_for_vllm(models / "out") != tensors_for_vllm(models / "zeros")
+
+
+def tensors_for_vllm(place: Path | str) -> dict[str, bytes]:
+    source = vllm_files.engine_source(place, Hub(), trust_remote_code=False, stream=True)
+    assert (source.directory / "config.json").is_file()
+    tensors = read_tensors(list(source.tensors.values()))
+    return {name: tensor.numpy().tobytes() for name, tensor in zip(source.tensors, tensors, strict=True)}
+
+
+def test_a_directory_in_a_store_is_merged(models: Path, store: Store, tmp_path: Path) -> None:
+    """Into a store, the config is written last; the same command again finds it complete."""
+    url, exported = store.upload(models / "out", "converted"), f"s3://{BUCKET}/hf"
     shardconv.export(models / "out", tmp_path / "hf", "hf")
-    apart(shardconv.export, url, tmp_path / "from-store", "hf")
-    assert files_of(tmp_path / "from-store") == files_of(tmp_path / "hf")
+    assert not apart(shardconv.export, url, exported, "hf").was_complete
+    assert written(store, "hf") == files_of(tmp_path / "hf")
+    assert [key for _, key in store.written if "/.partial/" not in key][-1] == "hf/config.json"
+    assert apart(shardconv.export, url, exported, "hf").was_complete
+    store.upload(models / "zeros", "converted")
+    with pytest.raises(OutputExistsError, match="s3://models/hf is not empty: it is complete"):
+        apart(shardconv.export, url, exported, "hf")
+    for format, options in (("dcp", {}), ("vllm", {"tp": 2})):
+        with pytest.raises(OptionError, match=f"to which --format {format} does not write; name a dir"):
+            shardconv.export(models / "out", f"s3://{BUCKET}/other", format, **options)
+
+
+def test_the_plan_of_a_directory_in_a_store_is_exported(models: Path, store: Store) -> None:
+    command = ["export", store.upload(models / "out", "converted"), "--format", "plan"]
+    assert apart(commanded, command) == (0, (models / "out" / "plan.json").read_text())
 
 
 def resharded(url: str, out: str) -> None:

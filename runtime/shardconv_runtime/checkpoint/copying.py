@@ -158,6 +158,25 @@ class _Stopped(Exception):
     """Another worker failed."""
 
 
+class _Turns:
+    """A lock that threads get in the order in which they ask for it."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._num_asked = self._num_done = 0
+
+    def __enter__(self) -> None:
+        with self._changed:
+            turn = self._num_asked
+            self._num_asked += 1
+            self._changed.wait_for(lambda: turn == self._num_done)
+
+    def __exit__(self, *error: object) -> None:
+        with self._changed:
+            self._num_done += 1
+            self._changed.notify_all()
+
+
 class _Workers:
     """The state that workers share."""
 
@@ -165,13 +184,14 @@ class _Workers:
         self._sources = sources
         self._stop = stop
         self._buffers = threading.local()
-        self._computing = threading.Lock()
+        self._computing = _Turns()
 
     def copy(self, unit: CopyUnit, make_sink: Callable[[], S]) -> S:
         """Copy one unit."""
         sink = make_sink()
         if isinstance(unit.leaf, ComputedLeaf):
-            with self._computing:  # each holds a tensor in memory, so one at a time
+            # Each holds a tensor in memory, so one at a time; in order, as some keep what the next one needs.
+            with self._computing:
                 tensor = unit.leaf.compute()
                 computed_form = (dtype_name(tensor.dtype), tensor.numel())
                 expected_form = unit.leaf.dtype, unit.leaf.num_elements

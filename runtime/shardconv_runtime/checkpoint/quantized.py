@@ -96,6 +96,7 @@ class PackedWeights:
         where: the checkpoint, for messages.
         dtype: the dtype of the dequantized weights.
         dequantize: whether they are wanted; ``of`` then has no packed weights.
+        metadata: the metadata of its files; None: it is read from their headers.
 
     Attributes:
         plain: the checkpoint as one of the unquantized model, with proxies for packed weights.
@@ -114,12 +115,13 @@ class PackedWeights:
         where: str,
         dtype: str,
         dequantize: bool,
+        metadata: Mapping[str, str] | None = None,
     ) -> None:
         self._tensors = tensors
         self._dequantize = dequantize
         self._by_leaf: dict[LazyLeaf, Found] = {}
         weights = format_of_checkpoint(settings, where, dequantize=dequantize).find(
-            _Checkpoint(tensors, files)
+            _Checkpoint(tensors, files, metadata)
         )
         packed = {stored for weight in weights.values() for stored in weight.tensors.values()}
         self.is_empty = not weights
@@ -288,15 +290,21 @@ class _Piece:
 class _Checkpoint:
     """The tensors of a checkpoint, as a format sees them."""
 
-    def __init__(self, tensors: Mapping[str, LazyTensor], files: tuple[WeightFile, ...]) -> None:
+    def __init__(
+        self,
+        tensors: Mapping[str, LazyTensor],
+        files: tuple[WeightFile, ...],
+        metadata: Mapping[str, str] | None,
+    ) -> None:
         self.tensors = {name: Info(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
         self._lazy = tensors
         self._files = files
+        self._metadata = metadata
 
     @property
     def metadata(self) -> Mapping[str, str]:
         """Return the metadata in the headers of all files."""
-        return header_metadata(self._files)
+        return header_metadata(self._files) if self._metadata is None else self._metadata
 
     def read(self, name: str) -> torch.Tensor:
         """Return a tensor's values."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import CheckpointError, DamagedError
-from .manifest import OF_PIECES, FileEntry, sha256_checksum
+from .manifest import OF_PIECES, FileEntry, sha256_of
 
 if TYPE_CHECKING:  # it imports the client of the Hub
     from .remote_files import RemoteFile
@@ -73,7 +73,7 @@ def checksums(
                 for start, num_bytes in pieces_of(entry.num_bytes):
                     tasks[pool.submit(_piece_of_path, path, start, num_bytes)] = entry, start, num_bytes
             else:
-                tasks[pool.submit(_sha256_of_path, path)] = entry, 0, entry.num_bytes
+                tasks[pool.submit(_checksum_of_path, path)] = entry, 0, entry.num_bytes
         try:
             for task in as_completed(tasks):
                 entry, start, num_bytes = tasks[task]
@@ -110,13 +110,18 @@ def _piece_of_path(path: Path | RemoteFile, start: int, num_bytes: int) -> int:
         return piece_checksum(file.fileno(), start, num_bytes)
 
 
-def _sha256_of_path(path: Path | RemoteFile) -> str:
+def sha256_of_file(path: Path | RemoteFile) -> str:
+    """Return the sha256 (hex) of a file, which may be read over a network."""
     if isinstance(path, Path):
-        return sha256_checksum(path)
+        return sha256_of(path)
     value, reader = hashlib.sha256(), path.reader()
     for start, num_bytes in pieces_of(path.num_bytes):
         value.update(reader.read(start, num_bytes))
-    return f"sha256:{value.hexdigest()}"
+    return value.hexdigest()
+
+
+def _checksum_of_path(path: Path | RemoteFile) -> str:
+    return f"sha256:{sha256_of_file(path)}"
 
 
 def _num_threads() -> int:

@@ -40,10 +40,10 @@ class ConvertedFiles:
         Raises:
             CheckpointError: a link leads out of the directory, or the store has no such file.
         """
-        if self.objects is None or not path.endswith(_WEIGHTS):
+        if self.objects is None or not is_weight_file(path):
             return resolve(self.directory, path)
         if path not in self.objects.objects:
-            raise MissingFileError("is missing")
+            raise MissingFileError(f"{self.name}: {path} is missing")
         return self.objects.objects[path]
 
     def num_bytes(self, path: str) -> int:
@@ -55,9 +55,14 @@ class ConvertedFiles:
         """Return the sizes of all files of tensors that are there, by path."""
         if self.objects is not None:
             sizes = {name: each.num_bytes for name, each in self.objects.objects.items()}
-            return {name: size for name, size in sizes.items() if name.endswith(_WEIGHTS)}
+            return {name: size for name, size in sizes.items() if is_weight_file(name)}
         paths = (path for end in _WEIGHTS for path in self.directory.rglob(f"*{end}"))
         return {path.relative_to(self.directory).as_posix(): path.stat().st_size for path in paths}
+
+
+def is_weight_file(name: str) -> bool:
+    """Return whether a file in a store is read by ranges, and not copied."""
+    return name.endswith(_WEIGHTS)
 
 
 def parts_of(where: str | os.PathLike[str]) -> list[ConvertedFiles]:

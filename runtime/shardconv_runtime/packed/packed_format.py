@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..errors import PlanError
 from ..format.header import dtype_name
 from ..format.plan import PackedDim, Packing
-from .stored_weights import Checkpoint, Found, WeightSlice
+from .stored_weights import Checkpoint, Found, Info, WeightSlice
 
 
 @dataclass(frozen=True)
@@ -139,6 +139,18 @@ class PackedFormat:
             Stored tensors by their names in a packing; only the weight if the library leaves it plain.
         """
         raise NotImplementedError
+
+    def header(
+        self, tensors: Mapping[str, Info], settings: Mapping[str, Any], dtype: str
+    ) -> Mapping[str, str]:
+        """Return the metadata of a checkpoint's files that describes its packed weights.
+
+        Args:
+            tensors: all tensors of the checkpoint.
+            settings: its ``quantization_config``.
+            dtype: the dtype of the plain model.
+        """
+        return {}
 
     def check(self, packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice, name: str) -> None:
         """Check local stored tensors, in addition to shapes, dtypes and finite factors."""

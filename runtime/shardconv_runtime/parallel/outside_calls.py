@@ -163,8 +163,8 @@ class _After(Outermost):
 class _GivenWithGradient(Outermost):
     """Forward pre-hook: inputs that require gradients get all of them, or are refused.
 
-    A plan knows the gradients of tensors that its trace made. So a model may be given the results of a module in
-    it, such as an encoder.
+    A plan knows the gradients of tensors that its trace made. So a model may be given the results of a
+    module in it, such as an encoder.
     """
 
     watch: _Watch

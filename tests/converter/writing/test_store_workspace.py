@@ -22,6 +22,7 @@ from small_conversion import Model, Stages, placed
 
 from shardconv.writing import local_files, store_objects, streamed_files, writer
 from shardconv.writing.job import target_file
+from shardconv.writing.outputs import output_at
 from shardconv.writing.store_objects import StoreDirectory
 from shardconv.writing.streamed_files import StreamedFiles
 
@@ -190,6 +191,22 @@ def test_a_store_that_fails_for_good_is_an_error(model: Model, store: Store) -> 
     assert "secret" not in error
     assert not store.uploads  # they were aborted
     assert MANIFEST_NAME not in written(store)
+
+
+@pytest.mark.parametrize("refused", ["put", "delete"])
+def test_a_store_that_may_not_be_written_is_refused_before_the_work(
+    store: Store, model: Model, refused: str
+) -> None:
+    store.write_fault = lambda operation, key: "403" if operation == refused else ""
+
+    def work() -> None:
+        output_at(URL, overwrite=False, source=model.path, owners=None)
+
+    error = Child(work).end()
+    assert error.startswith(f"AccessError: {URL}")
+    assert "the store refuses access (status 403, Fault); check the credentials" in error
+    assert len(error.splitlines()) == 1
+    assert "secret" not in error
 
 
 def test_a_lost_end_of_an_upload_is_an_error_that_continues(
