@@ -1,4 +1,4 @@
-"""Where each rank's tensors are in the files of a converted directory, and the first differences in them."""
+"""The places of each rank's tensors in the files of a converted directory, and the first differences in them."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class Device:
     attention_flops: float | None = None
     """Measured operations per second of attention; None: a part of the rate of products."""
     sources: tuple[str, ...] = ()
-    """Where the numbers come from."""
+    """The sources of the numbers."""
 
     def __post_init__(self) -> None:
         rates = (self.bandwidth, self.disk_bandwidth, self.host_bandwidth, *self.flops.values())
