@@ -1,4 +1,4 @@
-"""The places of each rank's tensors in the files of a converted directory, and the first differences in them."""
+"""The places of each rank's tensors in converted files, and the first differences in them."""
 
 from __future__ import annotations
 
