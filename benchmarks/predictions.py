@@ -189,6 +189,7 @@ def measure_cpu(rounds: int, path: Path) -> None:
     for number in range(rounds):
         for tp in TPS:
             entry = kept.setdefault(str(tp), {"devices": [], "rows": []})
+            os.environ["OMP_NUM_THREADS"] = "1"  # a rank has one thread when it is measured, too
             if len(entry["devices"]) < DEVICE_ROUNDS:
                 entry["devices"].append(devices_text([measured_device(tp)]))
             entry["rows"].append(measured_rows(tp))
