@@ -21,9 +21,9 @@ from ..writing.durable import write_durably
 from ..writing.job import LEAST_ALIGNMENT, target_file
 from ..writing.outputs import Output, refuse_other_output
 from ..writing.workspace import Claim
-from ..writing.writer import AnyWorkspace
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # they import torch
+    from ..writing.writer import AnyWorkspace
     from .saved_layout import CheckpointLayout
 
 INDEX_NAME = "model.safetensors.index.json"

@@ -390,7 +390,7 @@ class TestTheRecord:
         def refuse(*_: object) -> None:
             raise PermissionError(13, "Permission denied")
 
-        monkeypatch.setattr("shardconv_runtime.files.manifest.write", refuse)
+        monkeypatch.setattr("shardconv.converted.replaced_documents.write_text", refuse)
         found = shardconv.verify(out, numerics=True)
         assert found.numerics is not None
         assert found.remarks == ("the result was not written to manifest.json (Permission denied)",)
