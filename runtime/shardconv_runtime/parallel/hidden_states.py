@@ -9,6 +9,7 @@ only replicated ones are the same everywhere; in training they are refused.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,13 +19,13 @@ from torch.utils import _pytree
 from torch.utils.hooks import RemovableHandle
 
 from ..comm.collectives import Communicator
-from ..comm.steps import GradDivide, GradReduce, Reduce, unchanged
+from ..comm.steps import GradReduce, unchanged
 from ..errors import RefusedCallError
 from ..format.plan import HookPlan, HookPort, Plan, by_name
 from .attention_weights import ReturnedPart
 from .boundary import positional_names, renumber
 from .refusals import Argument, models_in
-from .user_hooks import map_tensors
+from .user_hooks import map_tensors, to_full
 
 ARGUMENT = "output_hidden_states"
 NUM_PROJECTIONS = 16
@@ -180,13 +181,12 @@ class _Running:
 
     def _completed(self, states: Tensor, port: HookPort) -> Tensor:
         """Return all of hidden states; the gradient of the result becomes one of the states as they are."""
-        divided = port.grad_axes if self._checks_gradients else ()
-        if not (port.partial_axes or divided):
+        if not self._checks_gradients:
+            port = replace(port, grad_axes=())
+        if not (port.partial_axes or port.grad_axes):
             return states
-        divide = GradDivide(self._comm, divided) if divided else unchanged
-        reduce = Reduce(self._comm, port.partial_axes, () if self._training else None)
-        of_gradient = GradReduce(self._comm, divided).backward if divided else unchanged
-        return ReturnedPart(lambda x: reduce(divide(x)), of_gradient)(states)
+        of_gradient = GradReduce(self._comm, port.grad_axes).backward if port.grad_axes else unchanged
+        return ReturnedPart(to_full(port, self._comm, self._training), of_gradient)(states)
 
     def _compare(self, output: Any) -> None:
         """Check that all ranks return the same hidden states."""

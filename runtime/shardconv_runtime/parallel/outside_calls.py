@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,13 +25,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..comm.collectives import Communicator
 from ..comm.steps import unchanged
 from ..errors import RefusedCallError
-from ..format.plan import HookPort, Plan, by_name
+from ..format.plan import HookPlan, HookPort, Plan
 from .boundary import Outermost, positional_names, renumber
+from .hidden_states import PORTS
 from .refusals import models_in
 from .user_hooks import PLACED, Part, map_arguments, map_tensors, to_full, to_part
-
-Conversions = Mapping[str, Part]
-"""Port -> conversion of its tensor."""
 
 IN_NO_BACKWARD = -1
 """The number of the running backward pass if none runs."""
@@ -57,30 +54,35 @@ def complete_outside_calls(
     def converted(ports: tuple[HookPort, ...]) -> list[HookPort]:
         return [p for p in ports if not p.sequence_axes and (p.partial_axes or (p.grad_axes and training))]
 
-    hooks = by_name("hooks", plan.hooks)
-    entries = {name: (converted(entry.inputs), converted(entry.outputs)) for name, entry in hooks.items()}
-    names = [name for name, (inputs, outputs) in entries.items() if inputs or outputs]
+    modules = dict(model.named_modules())
+    entries = {name: module.__dict__.get(PORTS, HookPlan(())) for name, module in modules.items()}
+    names = [name for name, entry in entries.items() if converted(entry.inputs) or converted(entry.outputs)]
     # A module around them calls them as the plan says.
     watched = {name.rsplit(".", up)[0] for name in names for up in range(name.count(".") + 1)}
     checks_gradients = training and plan.stages is None
     models = models_in(model) if checks_gradients else []
-    for name, module in model.named_modules():
+    for name, module in modules.items():
         # An input embedding completes its rows itself.
         if PLACED in module.__dict__ or not (name in watched or module in models):
             continue
+        entry = entries[name]
+        before = _Before(
+            watch,
+            {port.port: to_part(port, comm, training) for port in converted(entry.inputs)},
+            dict(enumerate(positional_names(module))),
+            _Gradients(entry, is_model=module in models) if checks_gradients else None,
+            is_whole=module is model,
+        )
         # The methods of the class: those of the module are for hooks that are given full tensors.
-        register = partial(nn.Module.register_forward_pre_hook, module, prepend=True, with_kwargs=True)
-        arguments = dict(enumerate(positional_names(module)))
+        register = nn.Module.register_forward_pre_hook
+        renumber(module, register(module, before, prepend=True, with_kwargs=True))
         if module is not model:
-            inputs, outputs = entries.get(name, ([], []))
-            before = _Before(watch, {port.port: to_part(port, comm, training) for port in inputs}, arguments)
-            renumber(module, register(before))
-            full = {port.port: to_full(port, comm, training) for port in outputs}
-            after = _After(watch, full, {port.port: to_part(port, comm, training) for port in outputs})
+            conversions = {
+                port.port: (to_full(port, comm, training), to_part(port, comm, training))
+                for port in converted(entry.outputs)
+            }
+            after = _After(watch, conversions)
             renumber(module, nn.Module.register_forward_hook(module, after, always_call=True))
-        if checks_gradients:
-            listed = {port.port: port.has_gradient for port in hooks[name].inputs} if name in hooks else {}
-            renumber(module, register(_GivenWithGradient(watch, arguments, listed, module in models)))
 
 
 @contextmanager
@@ -98,29 +100,40 @@ class _Watch:
 
     def __init__(self, is_running: Callable[[], bool]) -> None:
         self._is_running = is_running
-        self._called: nn.Module | None = None
+        self.called: nn.Module | None = None
         self.results = WeakTensorKeyDictionary()
         """Results of modules that were called from outside -> the conversion to this rank's tensor."""
 
     def is_outside(self) -> bool:
-        """Return whether a call is one from outside."""
-        if torch.compiler.is_compiling() or self._called is not None or self._is_running():
+        """Return whether a call that begins is one from outside."""
+        if torch.compiler.is_compiling() or self.called is not None or self._is_running():
             return False
         return not _AS_PLANNED.get() and bool(torch._C._current_graph_task_id() == IN_NO_BACKWARD)
 
-    def begins(self, module: nn.Module) -> bool:
-        """Return whether a call of a module is one from outside, and note it."""
-        if not self.is_outside():
-            return False
-        self._called = module
-        return True
 
-    def ends(self, module: nn.Module) -> bool:
-        """Return whether the call that returns is the noted one, and forget it."""
-        if torch.compiler.is_compiling() or self._called is not module:
-            return False
-        self._called = None
-        return True
+@dataclass(frozen=True)
+class _Gradients:
+    """The inputs of a module whose gradients the plan knows: the tensors that its trace made."""
+
+    entry: HookPlan
+    is_model: bool
+    """A model may also be given the results of a module in it, such as an encoder."""
+
+    def checked(self, x: Tensor, port: str, module: nn.Module, watch: _Watch) -> Tensor:
+        """Return an input that requires gradients and gets all of them; raise if it might not."""
+        name = port.removeprefix("input.")
+        listed = next((each for each in self.entry.inputs if each.port == port), None)
+        is_known = not self.is_model if listed is None else listed.has_gradient
+        if not x.requires_grad or is_known or name in EMBEDDINGS:
+            return x
+        if listed is not None or x not in watch.results:
+            raise RefusedCallError(
+                f"{name} was given to {type(module).__name__} and requires gradients, of which each rank "
+                "may have a part; pass .detach() of it where only this model is trained, or convert one "
+                "model that contains both"
+            )
+        part: Part = watch.results[x]
+        return part(x)
 
 
 @dataclass(eq=False)
@@ -128,14 +141,28 @@ class _Before(Outermost):
     """Forward pre-hook: makes full inputs this rank's."""
 
     watch: _Watch
-    ports: Conversions
+    parts: Mapping[str, Part]
+    """Port -> conversion of its full tensor."""
     names: Mapping[int, str]
+    gradients: _Gradients | None
+    """None: they are not checked."""
+    is_whole: bool
+    """It is the model itself, which knows its calls."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self.watch.begins(module):
+        if not self.watch.is_outside():
             return None
-        convert = partial(_converted, self.ports)
-        return map_arguments(convert, self.names, args, kwargs)
+        gradients = self.gradients if torch.is_grad_enabled() else None
+
+        def part(x: Tensor, port: str) -> Tensor:
+            if gradients is not None:
+                x = gradients.checked(x, port, module, self.watch)
+            return self.parts[port](x) if port in self.parts else x
+
+        arguments = map_arguments(part, self.names, args, kwargs)
+        if not self.is_whole:
+            self.watch.called = module
+        return arguments
 
 
 @dataclass(eq=False)
@@ -143,55 +170,19 @@ class _After(Outermost):
     """Forward hook: makes this rank's outputs full."""
 
     watch: _Watch
-    ports: Conversions
-    inverse: Conversions
-    """The inverse of each conversion."""
+    conversions: Mapping[str, tuple[Part, Part]]
+    """Port -> conversion of its tensor to the full one, and back."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if not self.watch.ends(module):
+        if torch.compiler.is_compiling() or self.watch.called is not module:
             return None
+        self.watch.called = None
 
-        def note(x: Tensor, port: str) -> Tensor:
-            if x.requires_grad:
-                self.watch.results[x] = self.inverse.get(port, unchanged)
-            return x
+        def full(x: Tensor, port: str) -> Tensor:
+            convert, back = self.conversions.get(port, (unchanged, unchanged))
+            whole = convert(x)
+            if whole.requires_grad:
+                self.watch.results[whole] = back
+            return whole
 
-        return map_tensors(map_tensors(output, partial(_converted, self.ports), "output"), note, "output")
-
-
-@dataclass(eq=False)
-class _GivenWithGradient(Outermost):
-    """Forward pre-hook: inputs that require gradients get all of them, or are refused.
-
-    A plan knows the gradients of tensors that its trace made. So a model may be given the results of a
-    module in it, such as an encoder.
-    """
-
-    watch: _Watch
-    names: Mapping[int, str]
-    listed: Mapping[str, bool]
-    """Port of an input that the plan lists, and that ``_Before`` converts -> whether it has a gradient."""
-    is_model: bool
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not torch.is_grad_enabled() or not self.watch.is_outside():
-            return None
-
-        def own(x: Tensor, port: str) -> Tensor:
-            name = port.removeprefix("input.")
-            if not x.requires_grad or self.listed.get(port, not self.is_model) or name in EMBEDDINGS:
-                return x
-            if port in self.listed or x not in self.watch.results:
-                raise RefusedCallError(
-                    f"{name} was given to {type(module).__name__} and requires gradients, of which each rank "
-                    "may have a part; pass .detach() of it where only this model is trained, or convert one "
-                    "model that contains both"
-                )
-            part: Part = self.watch.results[x]
-            return part(x)
-
-        return map_arguments(own, self.names, args, kwargs)
-
-
-def _converted(ports: Conversions, x: Tensor, port: str) -> Tensor:
-    return ports[port](x) if port in ports else x
+        return map_tensors(output, full, "output")
