@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -34,6 +33,7 @@ from typing import Any
 
 from convert import render, tell
 from disk import machine
+from ports import free_port
 from synthetic import Shape, write_checkpoint
 
 RANK = Path(__file__).with_name("decoding_rank.py")
@@ -50,9 +50,7 @@ Result = dict[str, Any]
 
 def run_ranks(scratch: Path, tp: int, ranks: int, *arguments: str) -> list[Result]:
     """What each process of ``decoding_rank.py`` measured."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     results = [scratch / f"result-{rank}.json" for rank in range(ranks)]
     children = []
     for rank, result in enumerate(results):

@@ -18,7 +18,6 @@ import json
 import os
 import resource
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from disk import evict, machine
+from ports import free_port
 from synthetic import shape_of_size, write_checkpoint
 
 VARIANTS = {
@@ -87,9 +87,7 @@ def _mapped() -> int:
 
 def measure(variant: str, directory: Path, tp: int, cache: Path) -> dict[str, Any]:
     """Return the values of rank 0 of one start in fresh processes."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     common = {
         **os.environ,
         "WORLD_SIZE": str(tp),

@@ -27,7 +27,6 @@ import json
 import math
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -40,6 +39,7 @@ from typing import Any
 
 from convert import CACHES, SHARD_BYTES, describe, render, show, spread, tell, versions
 from disk import evict, machine, read_all, require_room, resident_share
+from ports import free_port
 from synthetic import Shape, shape_of_size, write_checkpoint
 
 RANK = Path(__file__).with_name("inference_rank.py")
@@ -100,9 +100,7 @@ class Bench:
         self, tp: int, *arguments: str, result: int, env: Mapping[str, str] | None = None
     ) -> list[Sample]:
         """The measurements of each rank, which it writes to argument number ``result``."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         files = [self.scratch / f"result-{rank}.json" for rank in range(tp)]
         children = []
         for rank, file in enumerate(files):

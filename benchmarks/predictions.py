@@ -16,7 +16,6 @@ import itertools
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ports import free_port
 from shardconv_runtime.hub_options import Hub
 from synthetic import LLAMA_8B, Shape
 
@@ -199,12 +199,9 @@ def measure_cpu(rounds: int, path: Path) -> None:
 
 def measured_rows(tp: int) -> dict[str, tuple[float, float]]:
     """Seconds and seconds of a thread, of all sizes and batches, in processes."""
-    with socket.socket() as listener, tempfile.TemporaryDirectory() as directory:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-        listener.close()
+    with tempfile.TemporaryDirectory() as directory:
         result = Path(directory, "rows.json")
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
         ranks = [
             subprocess.Popen(
                 [sys.executable, str(RANK), str(tp), str(result)], env={**os.environ, **place, "RANK": str(n)}

@@ -16,7 +16,6 @@ import argparse
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -32,6 +31,7 @@ import openai
 import transformers
 from convert import render, show, tell, versions
 from disk import machine
+from ports import free_port
 from synthetic import DEMO_CHECKPOINT
 
 QUESTIONS = (
@@ -243,13 +243,6 @@ def converted_model(root: Path, ranks: Sequence[int]) -> tuple[Path, dict[int, P
         convert = [sys.executable, "-m", "shardconv", "convert", source, "--tp", str(tp), out]
         subprocess.run([*convert, "--dtype", "float32", "--no-check", "--quiet"], check=True)
     return source, converted
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -24,7 +24,8 @@ import openai
 import transformers
 from convert import render, show, tell, versions
 from disk import machine
-from servers import QUESTIONS, Server, converted_model, free_port, running, servers
+from ports import free_port
+from servers import QUESTIONS, Server, converted_model, running, servers
 
 COLUMNS = (
     "server",

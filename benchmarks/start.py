@@ -18,7 +18,6 @@ import importlib
 import json
 import os
 import pstats
-import socket
 import statistics
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ports import free_port
 from synthetic import Shape, write_checkpoint
 
 MODELING = "transformers.models.llama.modeling_llama"
@@ -117,9 +117,7 @@ def run(arguments: list[str], num_ranks: int) -> tuple[dict[str, float], str]:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "STARTED": str(time.monotonic())}
     env.pop("PYTHONDONTWRITEBYTECODE", None)  # a user's second start compiles nothing
     if num_ranks > 1:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
+        port = str(free_port())
         world = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
         env |= {**world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     ranks = [

@@ -31,6 +31,7 @@ from typing import Any
 
 from convert import render, show, tell
 from disk import machine
+from ports import free_port
 from synthetic import shape_of_size, write_checkpoint
 
 BUCKET = "models"
@@ -97,11 +98,6 @@ class Proxy:
                 target.sendall(data)
         with suppress(OSError):
             target.shutdown(socket.SHUT_WR)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def environment(url: str) -> dict[str, str]:
