@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from shardconv_runtime.checkpoint.lazy_tensor import FileLeaf, LazyTensor, cast
-from shardconv_runtime.checkpoint.quantized import PackedWeight, PackedWeights
+from shardconv_runtime.checkpoint.quantized import PackedWeight, PackedWeights, header_of_packed
 from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.errors import MissingPackageError, OptionError, SourceError, brief
 from shardconv_runtime.files.manifest import FileEntry
@@ -32,7 +32,6 @@ from shardconv_runtime.format.stored_layout import granularity, tensor_name
 from shardconv_runtime.packed.formats import format_of_checkpoint, packing_format
 from shardconv_runtime.packed.packed_format import Chosen, PackedFormat
 from shardconv_runtime.packed.quantizers import missing_packages
-from shardconv_runtime.packed.stored_weights import Info
 from shardconv_runtime.parallel.meta_model import build_model
 from torch import nn
 
@@ -254,10 +253,10 @@ def _packed(spec: ModelSpec, library: Library, chosen: Chosen, weights: Weights)
         if len(parts) > 1:
             stored |= parts
             plain[name] = weight
-    packed_format = format_of_checkpoint(chosen.settings, spec.name)
-    infos = {name: Info(tensor.shape, tensor.dtype) for name, tensor in stored.items()}
-    header = packed_format.header(infos, chosen.settings, spec.dtype)
-    packed_weights = PackedWeights(chosen.settings, stored, (), spec.name, spec.dtype, False, header)
+    header = header_of_packed(chosen.settings, spec.name, stored, spec.dtype)
+    packed_weights = PackedWeights(
+        chosen.settings, stored, (), spec.name, spec.dtype, dequantize=False, metadata=header
+    )
     for name, weight in plain.items():
         packed = packed_weights.of(name, packed_weights.plain[name])
         if packed is not None and not _is_divided(packed.packing, weight):

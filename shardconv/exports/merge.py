@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -88,9 +89,11 @@ def merge(
     progress.stage(f"finding the layout in which transformers saves {out}")
 
     # torch and transformers are imported once the arguments are known to be right.
+    from shardconv_runtime.checkpoint.quantized import header_of_packed
+
     from ..writing.fill import fill
     from ..writing.finished import difference_of_files
-    from .saved_layout import checkpoint_tensors, divided_into_files, header_of_packed
+    from .saved_layout import checkpoint_tensors, divided_into_files
 
     spec = derived_directory.spec_of(converted)
     tensors, num_parameters = checkpoint_tensors(converted, spec)
@@ -100,7 +103,9 @@ def merge(
         "max_file_size": limit,
         "versions": tool_versions(),
     }
-    header = header_of_packed(spec, layout.tensors)
+    header: Mapping[str, str] = {}
+    if spec.quantization is not None:
+        header = header_of_packed(spec.quantization, spec.name, layout.tensors, spec.dtype)
     files = []
     for path, names in layout.files.items():
         stored = {name: layout.tensors[name] for name in sorted(names)}

@@ -39,8 +39,6 @@ from shardconv_runtime.format.plan import PackedDim, global_shape, parameter_pla
 from shardconv_runtime.format.slices import Range
 from shardconv_runtime.format.stored_layout import tensor_name
 from shardconv_runtime.library_logging import without_library_logging
-from shardconv_runtime.packed.formats import format_of_checkpoint
-from shardconv_runtime.packed.stored_weights import Info
 from shardconv_runtime.parallel.meta_model import build_model
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
@@ -372,15 +370,6 @@ def checkpoint_tensors(found: Converted, spec: ModelSpec) -> tuple[dict[str, Laz
     saved = with_packed(saved_tensors(model, weights), packed)
     in_bands = {n: gathered(n, t) if is_interleaved(t) else t for n, t in saved.items()}
     return in_bands, model.num_parameters()
-
-
-def header_of_packed(spec: ModelSpec, tensors: Mapping[str, LazyTensor]) -> Mapping[str, str]:
-    """Return the metadata of a checkpoint's files that describes quantized weights, perhaps none."""
-    if spec.quantization is None:
-        return {}
-    packed_format = format_of_checkpoint(spec.quantization, spec.name)
-    infos = {name: Info(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-    return packed_format.header(infos, spec.quantization, spec.dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -287,6 +287,24 @@ class _Piece:
             raise _inseparable(self._name, f"parts of blocks of {step}")
 
 
+def header_of_packed(
+    settings: Mapping[str, Any], where: str, tensors: Mapping[str, LazyTensor], dtype: str
+) -> Mapping[str, str]:
+    """Return the metadata of a checkpoint's files that describes its quantized weights, perhaps none.
+
+    Args:
+        settings: its ``quantization_config``.
+        where: the checkpoint, for messages.
+        tensors: all of its tensors.
+        dtype: the dtype of the plain model.
+    """
+    return format_of_checkpoint(settings, where).header(_infos(tensors), settings, dtype)
+
+
+def _infos(tensors: Mapping[str, LazyTensor]) -> dict[str, Info]:
+    return {name: Info(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+
+
 class _Checkpoint:
     """The tensors of a checkpoint, as a format sees them."""
 
@@ -296,7 +314,7 @@ class _Checkpoint:
         files: tuple[WeightFile, ...],
         metadata: Mapping[str, str] | None,
     ) -> None:
-        self.tensors = {name: Info(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+        self.tensors = _infos(tensors)
         self._lazy = tensors
         self._files = files
         self._metadata = metadata
