@@ -12,7 +12,7 @@ import click
 from shardconv_runtime.format.typed_json import write_text
 from shardconv_runtime.versions import __version__
 
-from ..hardware.machines import devices_text
+from ..hardware.machines import devices_text, num_cores
 from ..reporting.records import EnvReport, GpuReport
 from ..reporting.summary import human_bytes
 from .options import json_option, loudness_options, print_report, working
@@ -92,7 +92,7 @@ def environment() -> EnvReport:
     return EnvReport(
         python=platform.python_version(),
         platform=platform.platform(),
-        num_cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        num_cpus=num_cores(),
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         packages=packages,
         backends=tuple(name for name in backends if dist.is_backend_available(name)),

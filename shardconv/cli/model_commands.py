@@ -354,10 +354,13 @@ def _predicted(
     options: Mapping[str, Any],
 ) -> _Prediction:
     """Plan a model, and predict its times on a cluster."""
-    from ..hardware.priced_plans import Choice, PricedPlan, all_choices, priced_plan  # they import torch
+    # They import torch.
+    from ..conversion import ModelSource
+    from ..hardware.priced_plans import Choice, PricedPlan, all_choices, priced_plan
 
     model_directory(model, need_weights=False)
-    source = {name: options[name] for name in ("hub", "dtype", "trust_remote_code", "example_inputs")}
+    source = ModelSource(model, options["hub"], options["dtype"], options["trust_remote_code"])
+    example = options["example_inputs"]
 
     def solve(ranks: int, pp: int, experts: str, share: Workload, replicas: int) -> PricedPlan:
         progress.stage(f"tp {ranks}, pp {pp}, experts {experts}")
@@ -370,7 +373,9 @@ def _predicted(
             pp=pp,
             stages=options["stages"],
         )
-        return priced_plan(model, solved_for, cluster, share, progress=progress, replicas=replicas, **source)
+        return priced_plan(
+            source, solved_for, cluster, share, example=example, progress=progress, replicas=replicas
+        )
 
     if isinstance(tp, str):
         modes = tuple(dict.fromkeys((options["experts"], "tp", "ep")))

@@ -6,6 +6,7 @@ format.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -151,6 +152,11 @@ class Spread:
     fewest: int
     """Ranks on the host with the fewest."""
     most: int
+
+
+def num_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def parse_cluster(text: str, file: Path | None = None) -> Cluster:

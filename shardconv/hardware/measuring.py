@@ -23,7 +23,7 @@ from shardconv_runtime.comm.collectives import ProcessCommunicator
 from shardconv_runtime.errors import OptionError
 from torch import Tensor, nn
 
-from .machines import Device, Link, ProductRate, devices_text, read_devices
+from .machines import Device, Link, ProductRate, devices_text, num_cores, read_devices
 
 REPEATS = 3
 """Times in a row of which the shortest counts."""
@@ -68,7 +68,7 @@ def num_devices() -> int:
     """Return the number of GPUs of this machine, or of the cores that this process may use."""
     if torch.cuda.is_available():
         return torch.cuda.device_count()
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return num_cores()
 
 
 def measured_device(processes: int | None = None, sizes: Sizes | None = None) -> Device:
@@ -97,8 +97,7 @@ def _rank(rank: int, count: int, scratch: str, result: Path, sizes: Sizes | None
     """Measure in one of the processes; rank 0 writes the result."""
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 0)) or max(1, cores // count))
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 0)) or max(1, num_cores() // count))
     if on_gpu:
         torch.cuda.set_device(device)
     meeting = f"file://{scratch}/store"

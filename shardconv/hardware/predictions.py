@@ -95,8 +95,10 @@ def predict(
     tokens = [token(call, cluster) for call in calls]
     token_s = sends + sum(seconds.total_s for seconds in tokens)
     collective_s = sends + sum(seconds.collective_s for seconds in tokens)
+    rank_bytes = weight_bytes(tightest(plan, Workload(1)))
     steps = [
-        _step(plan, works, cluster, prefill_sends, replicas, recomputed=again) for again in (False, True)
+        _step(plan, works, cluster, prefill_sends, rank_bytes, replicas, recomputed=again)
+        for again in (False, True)
     ]
     return Predicted(
         devices=plan.tp * count,
@@ -108,7 +110,7 @@ def predict(
         hosts_bytes=sum(hosts_bytes(call, cluster.host_of) for call in calls),
         step_s=steps[0],
         recomputed_step_s=steps[1],
-        start_s=_start(plan, cluster, replicas),
+        start_s=_start(plan, cluster, rank_bytes, replicas),
         fits=fits(plan, load),
     )
 
@@ -131,6 +133,7 @@ def _step(
     works: Sequence[StageWork],
     cluster: Cluster,
     sends: float,
+    rank_bytes: int,
     replicas: int,
     *,
     recomputed: bool,
@@ -148,20 +151,18 @@ def _step(
         slowest = max(slowest, device_s + host_s if forward.is_host else max(device_s, host_s))
     count = num_stages(plan)
     waits = bubble(count, MICROBATCHES * count)
-    parameters = weight_bytes(tightest(plan, Workload(1)))
     # Replicas sum their gradients: the ranks with the same part of the model are one group.
     stride = plan.tp * count
-    replicated = CollectiveWork("all_reduce", tuple(range(0, replicas * stride, stride)), parameters)
+    replicated = CollectiveWork("all_reduce", tuple(range(0, replicas * stride, stride)), rank_bytes)
     summed = collective_seconds(replicated, cluster)
     return (
-        slowest / (1 - waits) + 2 * sends + summed + OPTIMIZER_PASSES * parameters / cluster.device.bandwidth
+        slowest / (1 - waits) + 2 * sends + summed + OPTIMIZER_PASSES * rank_bytes / cluster.device.bandwidth
     )
 
 
-def _start(plan: Plan, cluster: Cluster, replicas: int) -> float:
+def _start(plan: Plan, cluster: Cluster, rank_bytes: int, replicas: int) -> float:
     """Return the seconds until the weights are on the devices, with the files of a host on its disk."""
     device = cluster.device
-    rank_bytes = weight_bytes(tightest(plan, Workload(1)))
     ranks = plan.tp * num_stages(plan) * replicas
     # Replicas read the same files, which are in the page cache then.
     on_host = min(cluster.devices, ranks, plan.tp * num_stages(plan))

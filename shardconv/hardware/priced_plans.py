@@ -8,16 +8,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from shardconv_runtime.errors import ShardconvError, SolveError
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.format.stage_names import num_stages
-from shardconv_runtime.hub_options import Hub
 from torch import nn
 
 from ..arguments import HostLinks, SolveOptions
 from ..conversion import ModelSource, plan_model
+from ..inputs.example_inputs import Example
 from ..inputs.trace_inputs import TraceInputs
 from ..reporting.plan_lines import Workload
 from ..reporting.progress import Progress
@@ -73,15 +72,12 @@ class Choices:
 
 
 def priced_plan(
-    model: Any,
+    source: ModelSource,
     options: SolveOptions,
     cluster: Cluster,
     load: Workload,
     *,
-    hub: Hub,
-    dtype: str | None,
-    trust_remote_code: bool,
-    example_inputs: Any,
+    example: Example | None,
     progress: Progress,
     replicas: int = 1,
 ) -> PricedPlan:
@@ -91,22 +87,22 @@ def priced_plan(
     one with the shorter time of a token is returned.
 
     Args:
-        model: a directory, a Hub id, or a config.
+        source: the model, of which only the config is read.
         options: the options that it is solved for.
         cluster: the devices; the plan uses the first ``tp`` times ``pp``.
         load: the sequences of one copy of the model.
+        example: the call to trace; None: inputs are made up.
         replicas: copies of the model on the cluster.
 
     Raises:
         ShardconvError: there is no plan.
     """
     links = host_links(cluster, options.tp, load)
-    source = ModelSource(model, hub, dtype, trust_remote_code)
-    plain = _priced(source, options, cluster, load, example_inputs, progress, replicas)
+    plain = _priced(source, options, cluster, load, example, progress, replicas)
     if links is None:
         return plain
     on_hosts = replace(options, links=links)
-    linked = _priced(source, on_hosts, cluster, load, example_inputs, progress, replicas)
+    linked = _priced(source, on_hosts, cluster, load, example, progress, replicas)
     if _order(linked) < _order(plain):
         return replace(linked, without_links=plain.predicted)
     return plain
@@ -148,7 +144,7 @@ def _priced(
     options: SolveOptions,
     cluster: Cluster,
     load: Workload,
-    example_inputs: Any,
+    example: Example | None,
     progress: Progress,
     replicas: int,
 ) -> PricedPlan:
@@ -170,7 +166,7 @@ def _priced(
         except NotMeasured as error:
             problem = f"the work of a rank could not be counted: {error}"
 
-    plan = plan_model(source, options, example_inputs, progress, inspect=inspect)
+    plan = plan_model(source, options, example, progress, inspect=inspect)
     if problem:
         return PricedPlan(plan, None, problem)
     return PricedPlan(plan, predict(plan, works, cluster, load, replicas))
