@@ -1,11 +1,10 @@
-"""Ports for the processes that benchmarks start."""
+"""Ports for the processes that benchmarks start: those of the tests."""
 
 from __future__ import annotations
 
-import socket
+import runpy
+from pathlib import Path
 
+_OF_TESTS = Path(__file__).resolve().parents[1] / "tests" / "helpers" / "ports.py"
 
-def free_port() -> int:
-    """A port of this machine that nobody listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+free_port = runpy.run_path(str(_OF_TESTS))["free_port"]

@@ -19,8 +19,8 @@ import torch
 import transformers
 import xgrammar
 from checkpoints import save_causal
-from distributed import free_port
 from hostile_requests import REPETITIONS, chats, completions, letters
+from ports import free_port
 from test_serve import SOON_S, Serving, openai, ranks_of, start, wait_until_healthy
 
 import shardconv

@@ -24,9 +24,10 @@ import shardconv_runtime
 import torch
 import yaml
 from checkpoints import save_causal
-from distributed import free_port, run_processes
+from distributed import run_processes
 from habits import words
 from places import ROOT
+from ports import free_port
 from s3_server import BUCKET, s3_store
 from shardconv_runtime.files.small_files import CACHE_VARIABLE
 

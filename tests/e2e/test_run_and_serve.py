@@ -19,8 +19,9 @@ import pytest
 import torch
 import transformers
 from checkpoints import VOCAB, save_causal
-from distributed import free_port, torchrun_env
+from distributed import torchrun_env
 from forked import Forked
+from ports import free_port
 from shardconv_runtime import generate, serve
 from shardconv_runtime.comm.launchers import RankReport, read_reports
 from shardconv_runtime.errors import OptionError

@@ -24,8 +24,9 @@ import pytest
 import torch
 import transformers
 from checkpoints import VOCAB, save_causal
-from distributed import free_port, torchrun_env
+from distributed import torchrun_env
 from forked import Forked, run_forked
+from ports import free_port
 from shardconv_runtime import serve
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast

@@ -14,8 +14,9 @@ import pytest
 import torch
 import transformers
 from checkpoints import ENCODER, VOCAB, save, save_encoder
-from distributed import free_port, torchrun_env
+from distributed import torchrun_env
 from forked import run_forked
+from ports import free_port
 from shardconv_runtime import serve
 
 import shardconv

@@ -13,8 +13,8 @@ import stages_on_hosts
 import torch
 import transformers
 from checkpoints import save_causal
-from distributed import free_port
 from forked import Forked
+from ports import free_port
 
 import shardconv
 

@@ -18,8 +18,8 @@ from typing import Any
 import host_agents
 import pytest
 import train_on_hosts
-from distributed import free_port
 from forked import Forked
+from ports import free_port
 from training_runs import adamw, load_unsharded, save_model, train_unsharded
 
 import shardconv

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from places import ROOT
+from ports import free_port
 from safetensors.torch import load_file
 from vllm_models import KINDS, NEEDS_VLLM, save
 
@@ -27,13 +27,6 @@ TIMEOUT_S = 300
 def kind(request: pytest.FixtureRequest) -> str:
     found: str = request.param
     return found
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-    return port
 
 
 def really_loaded(directory: Path, folder: Path, dtype: str = "bfloat16") -> list[dict[str, torch.Tensor]]:

@@ -10,7 +10,6 @@ import os
 import pickle
 import pkgutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -21,6 +20,8 @@ from functools import cache
 from multiprocessing.connection import Connection, wait
 from multiprocessing.synchronize import Barrier
 from typing import IO, Any
+
+from ports import free_port
 
 TIMEOUT_S = 300
 """How long ranks may take; then it is told where each of them waits."""
@@ -150,13 +151,6 @@ def _import_runtime() -> None:
         if module.name.startswith(("shardconv_runtime.serving.endpoints", "shardconv_runtime.integrations.")):
             continue  # they need packages that may be missing
         importlib.import_module(module.name)
-
-
-def free_port() -> int:
-    """A port on localhost that nobody listens on."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])
 
 
 def torchrun_env(rank: int, num_processes: int, port: int) -> dict[str, str]:

@@ -20,7 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from distributed import free_port, torchrun_env
+from distributed import torchrun_env
+from ports import free_port
 
 POLL_S = 0.005
 

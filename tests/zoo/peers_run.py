@@ -32,7 +32,8 @@ import plans_once
 import torch
 import torch.distributed as dist
 import transformers
-from distributed import free_port, torchrun_env
+from distributed import torchrun_env
+from ports import free_port
 from shardconv_runtime.format.plan import Plan
 
 from .kept_rows import Row
