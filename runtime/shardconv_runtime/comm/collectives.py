@@ -171,17 +171,20 @@ class ProcessCommunicator(Communicator):
             from . import host_gather  # noqa: F401  (registers the operator, which takes 20 ms)
 
     def _sum(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
+        _require_memory(x)
         if self._all_reduce is not None:
             return self._all_reduce(x, self._names[axes])
         return _wait(_functional.all_reduce(x, "sum", self._names[axes]))
 
     def _sum_in_place(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
+        _require_memory(x)
         if self._all_reduce is not None:
             return self._sum(x, axes)
         dist.all_reduce(x, group=self.groups[axes])
         return x
 
     def _concatenate(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
+        _require_memory(x)
         num_ranks = self.num_ranks(axes)
         if self._through_host:
             gathered: Tensor = torch.ops.shardconv.host_gather(x, num_ranks, self._names[axes])
@@ -190,12 +193,14 @@ class ProcessCommunicator(Communicator):
 
     def begin_concatenating(self, x: Tensor, axes: tuple[int, ...]) -> Callable[[], Tensor]:
         """See ``Communicator``."""
+        _require_memory(x)
         if self._through_host:
             return super().begin_concatenating(x, axes)
         pending = _functional.all_gather_into_tensor(x.contiguous(), self.num_ranks(axes), self._names[axes])
         return lambda: _wait(pending)
 
     def _reduce_scatter(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
+        _require_memory(x)
         if self._through_host:  # gloo sums CUDA tensors, which is all that this needs
             return super()._reduce_scatter(x, axes)
         return _wait(_functional.reduce_scatter_tensor(x, "sum", self.num_ranks(axes), self._names[axes]))
@@ -212,6 +217,24 @@ def refuse_gradient(x: Tensor) -> None:
             "the model was loaded for inference: it has no gradient collectives, so that a backward pass "
             "would be wrong; load it with training=True, or run it under torch.no_grad()"
         )
+
+
+def _require_memory(x: Tensor) -> None:
+    """Refuse a tensor of ``torch.func`` that stands for many: a process group would write to one of them.
+
+    Raises:
+        PlanError: the tensor has no memory of its own.
+    """
+    if torch.compiler.is_compiling():
+        return
+    try:
+        x.data_ptr()
+    except RuntimeError as error:
+        raise RefusedCallError(
+            "vmap, or torch.autograd.grad(is_grads_batched=True), was to run a collective of the model for "
+            "several samples at once, which process groups cannot; call the model, or grad, for each of them "
+            "(vectorize=False in torch.autograd.functional)"
+        ) from error
 
 
 def _wait(x: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import RefusedCallError
 from ..format.dims import Dim, Leaf, axes_of, is_partially_sharded, size
 from ..format.slices import local_size
 from .collectives import Axes, Communicator, refuse_gradient
@@ -32,7 +33,16 @@ class _Adjoint(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        """Return the gradient of ``x`` from the gradient of the result."""
+        """Return the gradient of ``x`` from the gradient of the result.
+
+        Raises:
+            PlanError: autograd records the backward pass, in which gradients of gradients are of other ranks.
+        """
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RefusedCallError(
+                "a model whose parameters are sharded over ranks can be differentiated once: leave "
+                "create_graph=True out of backward() or torch.autograd.grad()"
+            )
         return ctx.backward_map(gradients[0]), None, None
 
 
