@@ -24,6 +24,7 @@ from ..comm.deadline import deadline, progress, raise_lost_rank
 from ..comm.mesh import Launch
 from ..comm.rank_0 import share_rng_state
 from ..errors import PlanError, RefusedCallError
+from ..parallel.layers import without_gaps
 from ..pp.stage_generation import on_stages
 from ..pp.stage_link import StageLink
 from .assisted_generation import ARGUMENT, candidates_of_rank_0, vocabulary_of_draft, with_draft
@@ -100,6 +101,14 @@ def prepare_generation(
     for name in BATCHED:
         if hasattr(model, name):
             setattr(model, name, MethodType(_batched(name, start, gather_logits, link), model))
+    head_of = getattr(model, "get_output_embeddings", None)
+    head = head_of() if callable(head_of) else None
+    if type(head) is nn.Linear and start.device.type == "cpu":  # sharded ones do it themselves
+        head.register_forward_pre_hook(_copy_views)
+
+
+def _copy_views(head: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(map(without_gaps, inputs))
 
 
 def _refusal(name: str) -> Callable[..., Any]:
