@@ -16,8 +16,13 @@ from shardconv_runtime.format.dims import Dim, Leaf, Product
 from small_models import save_random, small_config
 from torch import Tensor
 from torch.utils import _pytree
+from zoo.measure import judge
+from zoo.models import build
+from zoo.tasks import specification
 
 import shardconv
+from shardconv.arguments import SolveOptions
+from shardconv.passes import solve_plan
 
 pytestmark = pytest.mark.usefixtures("other_attentions")
 
@@ -156,3 +161,12 @@ def test_weights_of_code_that_chooses_its_attention_when_it_is_built(tmp_path: P
     sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     save_random(transformers.FalconConfig(**sizes), transformers.FalconForCausalLM, tmp_path)
     assert "output_attentions" in shardconv.plan(tmp_path, tp=2, check=True).proven_arguments
+
+
+def test_weights_with_heads_and_samples_in_one_dim() -> None:
+    """Their heads are factors of a dim whose number of samples is known in a call only."""
+    model = build("causal", "got_ocr2")
+    plan = solve_plan(specification(model), SolveOptions(2))
+    layouts = [step.layout for entry in plan.attentions for step in entry.outputs if step.op == "all_gather"]
+    assert Product((Leaf(0), Leaf(8, (0,)))) in layouts
+    assert judge(plan, model).status == "equal"

@@ -311,7 +311,14 @@ class Inner:
         self._sizes = (sizes[0], -1, sizes[1])
 
     def __call__(self, x: Tensor) -> Tensor:
+        return self._on_factors(self._step, x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the step; it has no backward."""
+        return self._on_factors(self._step.forward, x)
+
+    def _on_factors(self, step: Map, x: Tensor) -> Tensor:
         dim = self.dim % x.dim()
         factors = x.unflatten(dim, self._sizes)  # type: ignore[no-untyped-call]
         factors = factors.movedim((dim, dim + 1, dim + 2), (0, 1, 2))
-        return self._step(factors).movedim((0, 1, 2), (dim, dim + 1, dim + 2)).flatten(dim, dim + 2)
+        return step(factors).movedim((0, 1, 2), (dim, dim + 1, dim + 2)).flatten(dim, dim + 2)

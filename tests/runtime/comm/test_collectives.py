@@ -109,7 +109,9 @@ def test_a_dim_with_an_open_factor(outer: str, inner: str) -> None:
 
     def rank(comm: Communicator) -> tuple[Tensor, Tensor]:
         local = Inner(Slice, comm, 1, *parts)(full.flatten(1, 3))
-        return local, Inner(Gather, comm, 1, *parts)(local)
+        gather = Inner(Gather, comm, 1, *parts)
+        assert torch.equal(gather.forward(local), gather(local))
+        return local, gather(local)
 
     for index, (local, gathered) in enumerate(run_ranks((2,), rank)):
         expected = local_part(full, axis + 1, parts[axis // 2], (2,), index)
