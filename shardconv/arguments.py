@@ -116,6 +116,8 @@ class SolveOptions:
     """The call to trace; None: the example in the model's directory, otherwise values that are made up."""
     links: HostLinks | None = None
     """Links between the hosts of a stage's ranks; None: all links are alike."""
+    fewest_collectives: bool = False
+    """Leave more of the model replicated where sharding it costs collectives."""
 
     def __post_init__(self) -> None:
         require_tp(self.tp)

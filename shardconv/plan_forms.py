@@ -268,7 +268,14 @@ def _attempt(
     options = problem.options
     element_bytes = getattr(torch, problem.spec.dtype).itemsize
     assignment = solve(
-        problem.analysis, options.tp, ruled_out.nodes, problem.folded, pins, options.links, element_bytes
+        problem.analysis,
+        options.tp,
+        ruled_out.nodes,
+        problem.folded,
+        pins,
+        options.links,
+        element_bytes,
+        fewest_collectives=options.fewest_collectives,
     )
     solution = problem.solution(assignment, ruled_out.reasons)
     if isinstance(solution, Conflict):

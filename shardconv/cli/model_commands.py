@@ -362,13 +362,15 @@ def _predicted(
     source = ModelSource(model, options["hub"], options["dtype"], options["trust_remote_code"])
     example = options["example_inputs"]
 
-    def solve(ranks: int, pp: int, experts: str, share: Workload, replicas: int) -> PricedPlan:
+    def solve(
+        ranks: int, pp: int, experts: str, share: Workload, replicas: int, check: bool = False
+    ) -> PricedPlan:
         progress.stage(f"tp {ranks}, pp {pp}, experts {experts}")
         solved_for = SolveOptions(
             ranks,
             experts,
             options["sequence_parallel"],
-            check and not isinstance(tp, str),
+            check,
             measure=True,
             pp=pp,
             stages=options["stages"],
@@ -385,20 +387,21 @@ def _predicted(
         best = (choices.fastest, choices.most)
         rows = tuple(predicted_record(each, cluster, load, best) for each in choices.choices)
         table = choices_text(choices, cluster, load)
+        if check:
+            share = load if chosen.predicted is None else replace(load, batch=chosen.predicted.batch)
+            checked = solve(chosen.tp, chosen.pp, chosen.experts, share, chosen.replicas, check=True)
+            chosen = replace(chosen, priced=checked)
     else:
-        priced = solve(tp, options["pp"], options["experts"], load, 1)
+        priced = solve(tp, options["pp"], options["experts"], load, 1, check)
         chosen = Choice(tp, options["pp"], 1, options["experts"], priced, priced.problem)
         rows, table = (predicted_record(chosen, cluster, load),), ""
     assert chosen.priced is not None
     solved = chosen.priced.plan
-    if check and isinstance(tp, str):
-        settings = {**options, "experts": chosen.experts, "pp": chosen.pp}
-        solved = plan(model, chosen.tp, check=True, progress=progress, **settings)
     if chosen.predicted is None:
         section = f"\nPREDICTED  nothing: {chosen.problem}\n"
     else:
         share = replace(load, batch=chosen.predicted.batch)
-        lines = predicted_lines(chosen.predicted, cluster, share, chosen.priced.without_links)
+        lines = predicted_lines(chosen.predicted, cluster, share, chosen.priced.usual)
         section = "\n" + "\n".join(lines) + "\n"
     return _Prediction(solved, table, section, rows)
 

@@ -19,7 +19,7 @@ ERRORS = {"prefill": 0.4, "token": 0.35, "training": 0.55, "start": 0.5}
 
 
 def predicted_lines(
-    predicted: Predicted, cluster: Cluster, load: Workload, without_links: Predicted | None = None
+    predicted: Predicted, cluster: Cluster, load: Workload, usual: Predicted | None = None
 ) -> Iterator[str]:
     """Yield the section of the report about one plan on a cluster.
 
@@ -27,7 +27,7 @@ def predicted_lines(
         predicted: the prediction.
         cluster: where it runs.
         load: the sequences of a copy of the model.
-        without_links: the prediction of the plan that is solved without links between hosts.
+        usual: the prediction of the plan that is solved without devices and links, if it is another one.
     """
     yield f"PREDICTED  on {cluster.name}, not measured; in brackets the known error"
     sequences = f"{load.batch:,} sequence{'s' if load.batch > 1 else ''} of {load.context or 1:,} tokens"
@@ -43,9 +43,11 @@ def predicted_lines(
     if predicted.hosts_bytes:
         shares += f", {human_bytes(predicted.hosts_bytes)} between hosts"
     yield f"  {'communication':<15}{shares}"
-    if without_links is not None:
-        before = f"{seconds_text(without_links.token_s)} and {human_bytes(without_links.hosts_bytes)}"
-        yield f"  {'links':<15}the plan knows them; one that does not takes {before} between hosts"
+    if usual is not None:
+        before = f"{seconds_text(usual.token_s)} a token"
+        if usual.hosts_bytes:
+            before += f" and {human_bytes(usual.hosts_bytes)} between hosts"
+        yield f"  {'plan':<15}is for this cluster; the usual one takes {before}"
     if predicted.step_s is not None and predicted.recomputed_step_s is not None:
         again = f"{seconds_text(predicted.recomputed_step_s)} with activations computed again"
         yield _line("training step", seconds_text(predicted.step_s), "training", again)

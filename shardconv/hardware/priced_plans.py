@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from shardconv_runtime.errors import ShardconvError, SolveError
-from shardconv_runtime.format.plan import Plan
+from shardconv_runtime.format.dims import axes_of, size
+from shardconv_runtime.format.plan import Plan, parameter_plans
 from shardconv_runtime.format.stage_names import num_stages
 from torch import nn
 
@@ -18,6 +19,7 @@ from ..arguments import HostLinks, SolveOptions
 from ..conversion import ModelSource, plan_model
 from ..inputs.example_inputs import Example
 from ..inputs.trace_inputs import TraceInputs
+from ..planning.solve import MAX_REPLICATED
 from ..reporting.plan_lines import Workload
 from ..reporting.progress import Progress
 from ..simulation.layer_bypass import Bypass
@@ -38,8 +40,8 @@ class PricedPlan:
     predicted: Predicted | None
     problem: str = ""
     """Why nothing could be predicted."""
-    without_links: Predicted | None = None
-    """The prediction of the plan that knows no links between hosts, if this one is another and faster."""
+    usual: Predicted | None = None
+    """The prediction of the plan that knows no devices and links, if this one is another and faster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +85,9 @@ def priced_plan(
 ) -> PricedPlan:
     """Plan a model from its config, and predict its times.
 
-    If the ranks of a stage are on several hosts, a plan that knows the links between them is solved, too. The
-    one with the shorter time of a token is returned.
+    Up to three plans are solved: the usual one; one with fewer collectives, if the usual one has more of them
+    to shard more of the model; and one that knows the links between hosts, if the ranks of a stage are on
+    several. The one with the shortest time of a token is returned. Only this one is checked.
 
     Args:
         source: the model, of which only the config is read.
@@ -98,14 +101,31 @@ def priced_plan(
         ShardconvError: there is no plan.
     """
     links = host_links(cluster, options.tp, load)
-    plain = _priced(source, options, cluster, load, example, progress, replicas)
-    if links is None:
-        return plain
-    on_hosts = replace(options, links=links)
-    linked = _priced(source, on_hosts, cluster, load, example, progress, replicas)
-    if _order(linked) < _order(plain):
-        return replace(linked, without_links=plain.predicted)
-    return plain
+
+    def priced(solved_for: SolveOptions) -> PricedPlan:
+        return _priced(source, solved_for, cluster, load, example, progress, replicas)
+
+    fewest = replace(options, check=False, fewest_collectives=True)
+    candidates = [(fewest, priced(fewest))]
+    if options.tp > 1 and _replicated(candidates[0][1].plan) > MAX_REPLICATED:
+        usual = replace(options, check=False)
+        candidates.insert(0, (usual, priced(usual)))
+    if links is not None:
+        linked = replace(options, check=False, links=links)
+        candidates.append((linked, priced(linked)))
+    best, result = min(candidates, key=lambda each: _order(each[1]))
+    usual_prediction = None if best is candidates[0][0] else candidates[0][1].predicted
+    if options.check:
+        result = priced(replace(best, check=True))
+    return replace(result, usual=usual_prediction)
+
+
+def _replicated(plan: Plan) -> float:
+    """Return the fraction of the elements of matrices that every rank holds."""
+    entries = parameter_plans(plan).values()
+    matrices = [(math.prod(map(size, x.dims)), any(map(axes_of, x.dims))) for x in entries if len(x.dims) > 1]
+    total = sum(numel for numel, _ in matrices)
+    return sum(numel for numel, is_sharded in matrices if not is_sharded) / max(1, total)
 
 
 def host_links(cluster: Cluster, tp: int, load: Workload) -> HostLinks | None:

@@ -220,6 +220,8 @@ def solve(
     pins: Pins | None = None,
     links: HostLinks | None = None,
     element_bytes: int = 2,
+    *,
+    fewest_collectives: bool = False,
 ) -> Assignment:
     """Return the cheapest assignment for ``tp`` ranks.
 
@@ -231,6 +233,7 @@ def solve(
         pins: leaves with a fixed choice: the leaves of all parameters, or none.
         links: the links between the hosts of the ranks; None: all links are alike.
         element_bytes: bytes of an element of the model.
+        fewest_collectives: do not accept more collectives to shard more of the model.
 
     Raises:
         SolveError: if the pinned choices contradict the constraints.
@@ -250,7 +253,7 @@ def solve(
 
     least = _fraction_without(problem, problem.may_be_sharded)
     enough = MAX_REPLICATED if least < MAX_REPLICATED else least + MIN_GAIN
-    if best.replicated[0] <= enough:
+    if best.replicated[0] <= enough or fewest_collectives:
         return best
     most = _solve(problem, tp, SAVING_WEIGHTS[-1])  # no other weight shards more
     if not _is_gain(best, most):

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import transformers
 from shardconv_runtime.errors import ShardconvError, SolveError
+from shardconv_runtime.hub_options import Hub
 from small_models import hand_plan, small_config
 from test_cost_model import DEVICE
 
+from shardconv.arguments import SolveOptions
+from shardconv.conversion import ModelSource
 from shardconv.hardware.cost_model import collective_seconds
-from shardconv.hardware.machines import Cluster
-from shardconv.hardware.predicted_lines import choices_text, seconds_text
+from shardconv.hardware.machines import Cluster, parse_cluster
+from shardconv.hardware.predicted_lines import choices_text, predicted_lines, seconds_text
 from shardconv.hardware.predictions import OPTIMIZER_PASSES, START_S, Predicted, StageWork, predict
-from shardconv.hardware.priced_plans import PricedPlan, all_choices
+from shardconv.hardware.priced_plans import PricedPlan, all_choices, priced_plan
 from shardconv.hardware.rank_work import CallWork, CollectiveWork, OperatorWork, RankWork
 from shardconv.reporting.plan_lines import Workload, weight_bytes
+from shardconv.reporting.progress import Silent
 
 CLUSTER = Cluster(2, 2, DEVICE)
 PLAN = hand_plan(small_config(), 2)
@@ -82,3 +88,28 @@ def test_seconds_have_three_digits(seconds: float, text: str) -> None:
 
 def test_a_cluster_is_a_value() -> None:
     assert replace(CLUSTER, hosts=1).name == "1x2xD"
+
+
+@pytest.mark.usefixtures("solved_anew")
+def test_a_plan_for_a_cluster_has_fewer_collectives_where_they_take_longer(tmp_path: Path) -> None:
+    """One key/value head for two ranks: each has a half and they gather it, or each computes all of it."""
+    config = transformers.Gemma3TextConfig(
+        hidden_size=72, intermediate_size=432, num_attention_heads=4, num_key_value_heads=1, head_dim=16,
+        num_hidden_layers=2, vocab_size=512, architectures=["Gemma3ForCausalLM"],
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    source = ModelSource(tmp_path, Hub(), "float32", False)
+    load, silent = Workload(10**9, 0, 64, 1), Silent()
+    cluster = parse_cluster("2xH100")
+    chosen = priced_plan(source, SolveOptions(2), cluster, load, example=None, progress=silent)
+    gathered = {
+        name for module in chosen.plan.modules for step in module.outputs if step.op == "all_gather"
+        for name in module.names
+    }  # fmt: skip
+    assert gathered == {"lm_head"}
+    assert chosen.plan.proven_arguments
+    assert chosen.predicted is not None
+    assert chosen.usual is not None
+    assert chosen.predicted.token_s < chosen.usual.token_s
+    told = "\n".join(predicted_lines(chosen.predicted, cluster, load, chosen.usual))
+    assert f"the usual one takes {seconds_text(chosen.usual.token_s)} a token" in told
