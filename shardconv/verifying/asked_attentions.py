@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from shardconv_runtime.errors import ShardconvError
@@ -47,7 +46,7 @@ def planned_attentions(
         model: without the layers that others represent, by ``folded``.
     """
     gathers = attention_gathers(model, inputs, plan)
-    if gathers is None or _forms(gathers, proven) != _forms(proven, gathers):
+    if gathers is None or not _forms(gathers) <= _forms(proven):
         return plan
     return with_attentions(plan, {n: steps for fqn, steps in gathers.items() for n in folded.names(fqn)})
 
@@ -61,15 +60,12 @@ def with_attentions(plan: Plan, gathers: Gathers) -> Plan:
     return replace(plan, attentions=attentions, proven_arguments=(*plan.proven_arguments, ASK))
 
 
-def _forms(gathers: Gathers, others: Collection[str]) -> Mapping[str, object]:
-    """Return what gathers do, whatever the sizes, of the modules that are among the others."""
+def _forms(gathers: Gathers) -> set[tuple[object, ...]]:
+    """Return what gathers do, whatever the sizes, at which modules, whatever their numbers."""
     return {
-        fqn: [
-            (s.port, s.dim, [x.axes for x in leaves(s.layout) if x.axes])
-            if isinstance(s, AllGatherStep)
-            else (s.port, s.axes)
-            for s in steps
-        ]
+        (starred(fqn), s.port, s.dim, tuple(x.axes for x in leaves(s.layout) if x.axes))
+        if isinstance(s, AllGatherStep)
+        else (starred(fqn), s.port, s.axes)
         for fqn, steps in gathers.items()
-        if fqn in others
+        for s in steps
     }
