@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import shardconv_runtime
 import torch
+import transformers
 from checkpoints import save_causal
 from shardconv_runtime.default_modes import in_default_modes
 
@@ -88,3 +89,24 @@ def test_modes_are_restored_after_an_error() -> None:
             fails()
         assert torch.is_inference_mode_enabled()
         assert torch.get_default_device().type == "meta"
+
+
+def test_batches_in_inference_mode_have_the_tokens_of_others(source: Path, tmp_path: Path) -> None:
+    """Transformers' manager writes to tensors that it made in the caller's mode, and returns no tokens."""
+    shardconv.convert(source, tmp_path / "out", 1, check=False)
+    model = shardconv_runtime.load(tmp_path / "out")
+    options = {
+        "generation_config": transformers.GenerationConfig(max_new_tokens=3, eos_token_id=-1, pad_token_id=0),
+        "continuous_batching_config": transformers.ContinuousBatchingConfig(
+            num_blocks=16, max_batch_tokens=32
+        ),
+    }
+
+    def tokens() -> list[list[int]]:
+        answers = model.generate_batch([[1, 2, 3], [4, 5]], **options)
+        return [answer.generated_tokens for answer in answers.values()]
+
+    with torch.inference_mode():
+        found = tokens()
+    assert found == tokens()
+    assert [len(each) for each in found] == [3, 3]

@@ -21,6 +21,7 @@ from transformers.utils.logging import tqdm
 from ..comm.agreement import agree, exchange
 from ..comm.call_agreement import brief_digest, require_same_call
 from ..comm.mesh import Launch
+from ..default_modes import in_default_modes
 from ..errors import OptionError, PlanError, RefusedCallError
 from ..pp.stage_link import StageLink
 from .batching_manager import RankBatchingManager, require_idle
@@ -81,6 +82,7 @@ def _context(self: Any, *args: Any, num_microbatches: int | None = None, **kwarg
 def _manager_of_rank(start: Launch, gather_logits: bool, link: StageLink | None) -> Callable[..., Any]:
     checks: dict[object, tuple[CachedHeads, PagedCheck]] = {}
 
+    @in_default_modes  # the manager's thread writes to its tensors, and inherits no mode
     def init_continuous_batching(
         self: Any,
         generation_config: Any | None = None,
@@ -162,6 +164,7 @@ _OF_MANAGER = {"continuous_batching_config", "persistent_manager", "warmup", "nu
 
 
 def _generate_batch(start: Launch) -> Callable[..., Any]:
+    @in_default_modes
     def generate_batch(
         self: Any,
         inputs: Sequence[Sequence[int]],
