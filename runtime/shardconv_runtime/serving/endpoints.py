@@ -14,7 +14,7 @@ from typing import Any
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
 from ..versions import __version__
@@ -75,9 +75,9 @@ def new_application(
             raise AnswerFailed(reason)
         return {"status": "ok"}
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
-        return Response(counts.text(), media_type="text/plain; version=0.0.4")
+        return PlainTextResponse(counts.text(), media_type="text/plain; version=0.0.4")
 
     _add_error_handlers(app)
     app.add_middleware(BodyLimit)

@@ -325,6 +325,7 @@ def test_the_description_of_the_api() -> None:
     found = json.loads(get(application(served(Manager()), Sampling()), "/openapi.json")[2])
     wanted = {"/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics"}
     assert wanted <= found["paths"].keys()
+    assert found["paths"]["/metrics"]["get"]["responses"]["200"]["content"].keys() == {"text/plain"}
 
 
 class TestDefaults:
