@@ -35,9 +35,7 @@ LOG = logging.getLogger(__name__)
 Indexed = tuple[int, AnswerPiece]
 """The number of an answer among those to one request, and a piece of it."""
 _STATUSES = (400, 401, 404, 413, 429, 500, 503)
-_STREAMED: dict[int | str, dict[str, Any]] = {
-    200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
-}
+_STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 """The form of an answer with ``stream``, beside JSON, in the description of the API."""
 
 
