@@ -4,6 +4,7 @@ python benchmarks/stores.py --gigabytes 1                 moto serves the S3 pro
 python benchmarks/stores.py --megabytes-per-second 100    through a link of this rate for all ranks together
 python benchmarks/stores.py --port 4568                   another server with the bucket "models"
 python benchmarks/stores.py --gigabytes 15 --pairs store-store --tp 8 --no-loads   twice its disk
+python benchmarks/stores.py --gigabytes 15 --tp 2 --watch --port 4568              memory over time
 
 It needs ``moto[server]`` (which reads a whole object for each range, and is slow), ``s3fs`` and, for one row,
 ``runai-model-streamer[s3]``. Each rank connects through a proxy, which counts its bytes and slows it down.
@@ -32,7 +33,7 @@ from typing import Any
 from convert import render, show, tell
 from disk import machine
 from ports import free_port
-from synthetic import shape_of_size, write_checkpoint
+from synthetic import SMALLER, shape_of_size, write_checkpoint
 
 BUCKET = "models"
 MEASURED = Path(__file__).with_name("measured.py")
@@ -175,6 +176,31 @@ def conversions(source: Path, scratch: Path, tp: int, url: str, pairs: Sequence[
     return rows
 
 
+def watched(arguments: Sequence[str], env: dict[str, str]) -> dict[str, str]:
+    """A row of a command of shardconv: its memory at tenths of its time, and the seconds of CPUs."""
+    start = time.perf_counter()
+    process = subprocess.Popen([sys.executable, "-m", "shardconv", *arguments, "--quiet"], env=env)
+    status = Path(f"/proc/{process.pid}/status")
+    resident: list[int] = []
+    while (ended := os.wait4(process.pid, os.WNOHANG))[0] == 0:
+        fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
+        resident.append(int(fields.get("VmRSS", "0 kB").removesuffix("kB")) * 1024)
+        time.sleep(0.5)
+    if ended[1]:
+        raise SystemExit(f"error: {arguments}: status {ended[1]}")
+    usage, tenth = ended[2], len(resident) / 10
+    tenths = [max(resident[int(i * tenth) : int((i + 1) * tenth)], default=0) for i in range(10)]
+    row = {
+        "command": arguments[0],
+        "s": f"{time.perf_counter() - start:.0f}",
+        "CPU, s": f"{usage.ru_utime + usage.ru_stime:.0f}",
+        "peak, MB": f"{usage.ru_maxrss * 1024 / 1e6:.0f}",
+        "MB in tenths of the time": " ".join(f"{each / 1e6:.0f}" for each in tenths),
+    }
+    tell(str(row))
+    return row
+
+
 def loads(scratch: Path, tp: int, port: int, link: Link, names: Sequence[str]) -> list[dict[str, str]]:
     """A row for each way to load."""
     rows = []
@@ -226,11 +252,14 @@ def main() -> None:
     parser.add_argument("--megabytes-per-second", type=float, default=0, help="of the link (default: none)")
     parser.add_argument("--pairs", nargs="+", choices=PAIRS, default=PAIRS, help="from and to where")
     parser.add_argument("--no-loads", action="store_true")
+    parser.add_argument("--watch", action="store_true", help="only from store to store, and verify --against")
+    parser.add_argument("--quantize", metavar="SCHEME", help="with --watch")
     parser.add_argument("--port", type=int, help="of a server on this machine (default: moto is started)")
     parser.add_argument("--directory", type=Path, help="for files (default: that of temporary files)")
     parser.add_argument("--markdown", type=Path, help="write the tables to this file too")
     options = parser.parse_args()
-    shape = shape_of_size(options.gigabytes * 1e9)
+    # With --watch without large embeddings: s3rver fails when it puts the parts of a file of 0.5 GB together.
+    shape = shape_of_size(options.gigabytes * 1e9, SMALLER[1:] if options.watch else SMALLER)
     server = nullcontext(options.port) if options.port else moto()
     with tempfile.TemporaryDirectory(prefix="shardconv-", dir=options.directory) as place, server as port:
         scratch, link = Path(place), Link(options.megabytes_per_second * 1e6)
@@ -240,6 +269,17 @@ def main() -> None:
         write_checkpoint(shape, source, shard_bytes=FILE_BYTES)
         direct = environment(f"http://127.0.0.1:{port}")
         python([RANK, "upload", f"s3://{BUCKET}/plain", str(source)], direct)
+        if options.watch:
+            shutil.rmtree(source)
+            env = direct | {"SHARDCONV_CACHE": str(scratch / "cache")}
+            url, out = f"s3://{BUCKET}/plain", f"s3://{BUCKET}/out"
+            more = ["--quantize", options.quantize] if options.quantize else []
+            command = ["convert", url, out, "--tp", str(options.tp[-1]), "--no-check", *more]
+            watch_rows = [watched([*command, "--max-file-size", f"{FILE_BYTES}"], env)]
+            watch_rows.append(watched(["verify", out, "--against", url], env))
+            python([RANK, "remove", out, str(scratch)], env)
+            show(render(watch_rows, notes), options.markdown)
+            return
         if options.no_loads and not any(pair.startswith("directory") for pair in options.pairs):
             shutil.rmtree(source)
         near = Proxy(port, link).url

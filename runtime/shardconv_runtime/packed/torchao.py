@@ -174,7 +174,11 @@ def _quantized(weight: Tensor, config: Any) -> Tensor:
     linear = nn.Linear(inputs, outputs, bias=False, device="meta", dtype=weight.dtype)
     linear.weight = nn.Parameter(weight, requires_grad=False)
     quantize_(linear, config)
-    return linear.weight
+    quantized = linear.weight
+    # The library (0.18) gives the layer a bound method of itself, a cycle that would keep all tensors until
+    # garbage is collected, 11 GB in a conversion of 16 GB.
+    del linear.weight
+    return quantized
 
 
 def _flattened(weight: Tensor) -> tuple[dict[str, Tensor], str]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
 from ..versions import __version__
@@ -34,7 +34,9 @@ from .schemas import COMPLETION_TOKENS, BadRequest, CompletionRequest, ErrorBody
 LOG = logging.getLogger(__name__)
 Indexed = tuple[int, AnswerPiece]
 """The number of an answer among those to one request, and a piece of it."""
-_STATUSES = (400, 401, 404, 429, 503)
+_STATUSES = (400, 401, 404, 413, 429, 500, 503)
+_STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
+"""The form of an answer with ``stream``, beside JSON, in the description of the API."""
 
 
 def new_application(
@@ -75,9 +77,9 @@ def new_application(
             raise AnswerFailed(reason)
         return {"status": "ok"}
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
-        return Response(counts.text(), media_type="text/plain; version=0.0.4")
+        return PlainTextResponse(counts.text(), media_type="text/plain; version=0.0.4")
 
     _add_error_handlers(app)
     app.add_middleware(BodyLimit)
@@ -100,15 +102,15 @@ def application(served: Served, defaults: Sampling, api_key: str | None = None) 
 
     app, guarded = new_application(about, api_key, failure, served.metrics)
 
-    @app.post("/v1/completions", dependencies=guarded)
+    @app.post("/v1/completions", dependencies=guarded, responses=_STREAMED)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         return await _respond(served, defaults, body, request)
 
-    @app.post("/v1/chat/completions", dependencies=guarded)
+    @app.post("/v1/chat/completions", dependencies=guarded, responses=_STREAMED)
     async def chats(body: ChatRequest, request: Request) -> Response:
         return await _respond(served, defaults, body, request)
 
-    @app.post("/v1/responses", dependencies=guarded)
+    @app.post("/v1/responses", dependencies=guarded, responses=_STREAMED)
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         return await _respond(served, defaults, body.chat(), request, body)
 

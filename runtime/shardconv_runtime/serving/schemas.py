@@ -19,6 +19,9 @@ MOST_CHOICES = 128
 ALMOST_GREEDY = 1e-5
 """A temperature below this one counts as 0: logits that are divided by it would overflow."""
 
+LEAST_REPETITION_PENALTY = 0.01
+"""Logits that are divided by a much smaller one would overflow."""
+
 WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
@@ -169,7 +172,7 @@ class GenerationRequest(Fields):
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=LEAST_REPETITION_PENALTY, le=100)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     logit_bias: dict[TokenText, Annotated[float, Field(ge=-100, le=100)]] = {}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,6 +50,26 @@ def test_any_part(data: st.DataObject) -> None:
     kind = "Int8Tensor" if parts else "Float8Tensor"
     found, stored = find(tensors, header(kind, list(block), *parts))
     require_equal_parts(found, stored, data.draw(helds(found)))
+
+
+@pytest.mark.formats
+@pytest.mark.parametrize("kind", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
+def test_weights_that_were_packed_are_freed_at_once(kind: str) -> None:
+    """A conversion packs all weights of a model, and garbage is collected rarely."""
+    config = getattr(pytest.importorskip("torchao.quantization"), kind)()
+    settings = SimpleNamespace(get_apply_tensor_subclass=lambda: config)
+    packed_format = format_of_checkpoint({"quant_method": "torchao"}, "here")
+
+    def num_tensors() -> int:
+        packed_format.packed(torch.ones(4, 8), SimpleNamespace(quantization_config=settings))
+        return sum(isinstance(each, torch.Tensor) for each in gc.get_objects())
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert num_tensors() == num_tensors()
+    finally:
+        gc.enable()
 
 
 @pytest.mark.formats

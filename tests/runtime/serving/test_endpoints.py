@@ -325,6 +325,10 @@ def test_the_description_of_the_api() -> None:
     found = json.loads(get(application(served(Manager()), Sampling()), "/openapi.json")[2])
     wanted = {"/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics"}
     assert wanted <= found["paths"].keys()
+    assert found["paths"]["/metrics"]["get"]["responses"]["200"]["content"].keys() == {"text/plain"}
+    answers = found["paths"]["/v1/responses"]["post"]["responses"]
+    assert answers["200"]["content"].keys() == {"application/json", "text/event-stream"}
+    assert {"413", "500"} <= answers.keys()
 
 
 class TestDefaults:

@@ -56,6 +56,7 @@ def test_what_is_said() -> None:
         {"tools": [{}]},
         {"presence_penalty": 2.5},
         {"repetition_penalty": 0},
+        {"repetition_penalty": 5e-324},
         {"logit_bias": {"x": 1}},
         {"logit_bias": {"1": 101}},
         {"response_format": {"type": "yaml"}},
