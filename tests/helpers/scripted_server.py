@@ -94,7 +94,7 @@ class ScriptedManager:
             self.output_router.result_handlers[request_id](output)
 
     def outputs(self, prompt: list[int], max_new_tokens: int) -> list[Output]:
-        """What a request is told, in order."""
+        """Return the results of a request, in order."""
         tokens = [*map(ord, self.script.pop(0)), END][:max_new_tokens]
         return [Output(tokens[:count], count == len(tokens)) for count in range(1, len(tokens) + 1)]
 

@@ -13,7 +13,7 @@ from .adapter_saving import held_boxes
 
 
 def why_not_gathered(model: nn.Module, source: Loaded) -> str:
-    """Return why parameters cannot be put together from those of the ranks; empty if they can."""
+    """Return why parameters cannot be put together from the parts of the ranks; empty if they can."""
     if source.stage is not None:
         return "the model has pipeline stages"
     if source.attached is not None:
