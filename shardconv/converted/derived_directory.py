@@ -24,9 +24,10 @@ from shardconv_runtime.checkpoint.lazy_tensor import (
 )
 from shardconv_runtime.errors import DamagedError, OptionError, OutputExistsError, PlanError, SourceError
 from shardconv_runtime.files import manifest, small_files
+from shardconv_runtime.files.file_access import header, is_local
 from shardconv_runtime.files.manifest import PARTIAL, UNUSED_NAME, FileEntry, check_size
 from shardconv_runtime.files.small_files import entry_of
-from shardconv_runtime.format.header import data_start, item_bytes, read_header
+from shardconv_runtime.format.header import data_start, item_bytes
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.format.slices import Range
 from shardconv_runtime.hub_options import is_url
@@ -176,9 +177,9 @@ def unused(found: Converted) -> dict[str, LazyTensor]:
         return {}
     path = found.files.file(UNUSED_NAME)
     (entry,) = (entry for entry in found.manifest.files if entry.path == UNUSED_NAME)
-    if isinstance(path, Path):
+    if is_local(path):
         check_size(found.directory, entry, "export")
-    tensors = (read_header(path) if isinstance(path, Path) else path.header())[1]
+    tensors = header(path)[1]
     start = data_start(entry.num_bytes, tensors)
     return {name: stored(path, start, tensor) for name, tensor in tensors.items()}
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from shardconv_runtime.errors import (
     CheckpointError,
@@ -25,16 +24,14 @@ from shardconv_runtime.errors import (
 from shardconv_runtime.files import manifest
 from shardconv_runtime.files.checksums import checksums
 from shardconv_runtime.files.converted_files import ConvertedFiles, parts_of
+from shardconv_runtime.files.file_access import WeightFile, header, is_local, num_bytes
 from shardconv_runtime.files.manifest import MANIFEST_NAME, PARTIAL, PLAN_NAME, FileEntry, Manifest
-from shardconv_runtime.format.header import STORED_NAME, StoredTensor, read_header
+from shardconv_runtime.format.header import STORED_NAME, StoredTensor
 from shardconv_runtime.format.plan import ParameterPlan, Plan, local_shape
 from shardconv_runtime.format.stored_layout import is_common, layout_sha256, stored_plans
 from shardconv_runtime.format.typed_json import MalformedError, read_text
 
 from ..reporting.progress import Advance, Progress
-
-if TYPE_CHECKING:  # it imports the client of the Hub
-    from shardconv_runtime.files.remote_files import RemoteFile
 
 SHARD = ".safetensors"
 
@@ -149,7 +146,7 @@ class _Files:
 
     contents: Contents
     problems: dict[str, str] = field(default_factory=dict)
-    located: dict[FileEntry, Path | RemoteFile] = field(default_factory=dict)
+    located: dict[FileEntry, WeightFile] = field(default_factory=dict)
     """Paths of files with the right size."""
     headers: dict[str, Mapping[str, StoredTensor]] = field(default_factory=dict)
 
@@ -158,15 +155,15 @@ class _Files:
         for entry in self.contents.manifest.files:
             try:
                 path = self.contents.files.file(entry.path)
-                num_bytes = _num_bytes(path) if isinstance(path, Path) else path.num_bytes
+                size = _local_size(path) if is_local(path) else num_bytes(path)
             except CheckpointError as error:
                 where = self.contents.files.name
                 self._problem(entry, str(error).removeprefix(f"{where}: {entry.path} "))
                 continue
-            if num_bytes == entry.num_bytes:
+            if size == entry.num_bytes:
                 self.located[entry] = path
             else:
-                self._damage(entry, path, f"has {num_bytes:,} bytes and should have {entry.num_bytes:,}")
+                self._damage(entry, path, f"has {size:,} bytes and should have {entry.num_bytes:,}")
 
     def measure(self, advance: Advance) -> None:
         """Compare the checksums."""
@@ -193,12 +190,12 @@ class _Files:
     def _problem(self, entry: FileEntry, what: str) -> None:
         self.problems[entry.path] = f"{entry.path}: {what}"
 
-    def _damage(self, entry: FileEntry, path: Path | RemoteFile, what: str) -> None:
+    def _damage(self, entry: FileEntry, path: WeightFile, what: str) -> None:
         """Note a problem, and if the header says so, where the file belongs."""
         self._problem(entry, what + (_origin(path, entry, self.contents) if is_shard(entry) else ""))
 
 
-def _num_bytes(path: Path) -> int:
+def _local_size(path: Path) -> int:
     """Return the size of a file that should be there."""
     try:
         stats = path.stat()
@@ -211,10 +208,10 @@ def _num_bytes(path: Path) -> int:
     return stats.st_size
 
 
-def _origin(path: Path | RemoteFile, entry: FileEntry, contents: Contents) -> str:
+def _origin(path: WeightFile, entry: FileEntry, contents: Contents) -> str:
     """Return where a shard belongs by its own header, if that is elsewhere."""
     try:
-        metadata, _ = read_header(path) if isinstance(path, Path) else path.header()
+        metadata, _ = header(path)
     except CheckpointError:
         return ""
     layout = "" if contents.plan is None else layout_sha256(contents.plan)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from shardconv_runtime.checkpoint.lazy_tensor import FileLeaf, LazyTensor, Shape
 from shardconv_runtime.files import manifest
+from shardconv_runtime.files.file_access import WeightFile, is_local
 from shardconv_runtime.format.dims import Dim
 from shardconv_runtime.format.header import item_bytes
 from shardconv_runtime.format.plan import ParameterPlan, Plan
@@ -19,14 +19,11 @@ from shardconv_runtime.format.stored_layout import stored_plans
 
 from .shards import Converted
 
-if TYPE_CHECKING:  # it imports the client of the Hub
-    from shardconv_runtime.files.remote_files import RemoteFile
-
 
 class Span(NamedTuple):
     """The bytes of a rank's shard of a tensor."""
 
-    path: Path | RemoteFile
+    path: WeightFile
     file: str
     """The path in the directory."""
     begin: int
@@ -86,7 +83,7 @@ def file_spans(converted: Converted, weights: Mapping[str, LazyTensor]) -> FileS
                 leaf = tensor.pieces[0].leaf
                 assert isinstance(leaf, FileLeaf), "a converted directory is read from files"
                 end = leaf.offset + tensor.num_bytes
-                file = files[leaf.path] if isinstance(leaf.path, Path) else leaf.path.name
+                file = files[leaf.path] if is_local(leaf.path) else leaf.path.name
                 spans.append(Span(leaf.path, file, leaf.offset, end, name, rank, tensor.shape, tensor.dtype))
     return FileSpans(spans)
 

@@ -6,18 +6,15 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from shardconv_runtime.errors import CheckpointError
 from shardconv_runtime.files import manifest
+from shardconv_runtime.files.file_access import WeightFile, read_bytes
 from shardconv_runtime.files.manifest import MANIFEST_NAME, Manifest
 from shardconv_runtime.files.tp_folders import Folder
 from shardconv_runtime.format.plan import Plan
 
 from .shards import of_all_stages
-
-if TYPE_CHECKING:  # it imports the client of the Hub
-    from shardconv_runtime.files.remote_files import RemoteFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,18 +61,14 @@ class Item:
 
     path: str
     """The path in the repository."""
-    content: Path | RemoteFile | bytes = field(repr=False)
+    content: WeightFile | bytes = field(repr=False)
     num_bytes: int
     sha256: str
     """sha256 (hex) of the content."""
 
     def blob_id(self) -> str:
         """Return the Hub's id of a small file with this content, which is read."""
-        content = self.content
-        if isinstance(content, Path):
-            content = content.read_bytes()
-        elif not isinstance(content, bytes):
-            content = bytes(content.reader().read(0, content.num_bytes))
+        content = self.content if isinstance(self.content, bytes) else read_bytes(self.content)
         return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 

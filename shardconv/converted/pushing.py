@@ -18,8 +18,8 @@ from huggingface_hub import cached_assets_path, constants
 from shardconv_runtime.errors import CheckpointError, PlanError
 from shardconv_runtime.files.checksums import sha256_of_file
 from shardconv_runtime.files.converted_files import ConvertedFiles
+from shardconv_runtime.files.file_access import WeightFile, num_bytes, stamp
 from shardconv_runtime.files.manifest import MANIFEST_NAME, PLAN_NAME
-from shardconv_runtime.files.remote_files import RemoteFile
 from shardconv_runtime.files.tp_folders import Folder, folders
 from shardconv_runtime.format.typed_json import write_text
 
@@ -42,19 +42,19 @@ from .published import (
 THREADS = 4
 
 
-def sha256s(directory: str, files: Mapping[str, Path | RemoteFile], progress: Progress) -> dict[str, str]:
+def sha256s(directory: str, files: Mapping[str, WeightFile], progress: Progress) -> dict[str, str]:
     """Return the sha256 (hex) of some files of a directory or a URL, by their paths in it."""
     cache = _HashCache(directory)
     missing = {path: file for path, file in files.items() if cache.get(path, file) is None}
     if missing:
-        with progress.bar("sha256", sum(map(_num_bytes, missing.values()))) as advance:
+        with progress.bar("sha256", sum(map(num_bytes, missing.values()))) as advance:
             lock = threading.Lock()
 
             def read(path: str) -> None:
                 digest = sha256_of_file(missing[path])
                 with lock:
                     cache.put(path, missing[path], digest)
-                    advance(_num_bytes(missing[path]))
+                    advance(num_bytes(missing[path]))
 
             with ThreadPoolExecutor(THREADS) as pool:
                 list(pool.map(read, missing))
@@ -78,29 +78,18 @@ class _HashCache:
             rows = json.loads(self._file.read_text())
             self._entries = rows if isinstance(rows, dict) else {}
 
-    def get(self, path: str, file: Path | RemoteFile) -> str | None:
+    def get(self, path: str, file: WeightFile) -> str | None:
         """Return the sha256, unless the file changed since it was read."""
         entry = self._entries.get(path)
-        if not isinstance(entry, list) or entry[:-1] != _identity(file):
+        if not isinstance(entry, list) or entry[:-1] != stamp(file):
             return None
         return str(entry[-1])
 
-    def put(self, path: str, file: Path | RemoteFile, sha256: str) -> None:
+    def put(self, path: str, file: WeightFile, sha256: str) -> None:
         """Cache a hash; in memory only, if the cache cannot be written."""
-        self._entries[path] = [*_identity(file), sha256]
+        self._entries[path] = [*stamp(file), sha256]
         with contextlib.suppress(OSError):
             write_text(self._file, json.dumps(self._entries))
-
-
-def _identity(file: Path | RemoteFile) -> list[object]:
-    if isinstance(file, RemoteFile):
-        return [file.num_bytes, file.identity]
-    stats = file.stat()
-    return [stats.st_size, stats.st_mtime_ns, stats.st_ino]
-
-
-def _num_bytes(file: Path | RemoteFile) -> int:
-    return file.num_bytes if isinstance(file, RemoteFile) else file.stat().st_size
 
 
 COMMIT_FILES, COMMIT_BYTES = 100, 20 * 10**9
@@ -121,7 +110,7 @@ class Pushing:
         self.own, self._folder = own, own.path
         # Every file of the directory, the manifest of each stage after its others.
         recorded: dict[str, str] = {}
-        files: dict[str, Path | RemoteFile] = {}
+        files: dict[str, WeightFile] = {}
         for part, place, described in zip(parts, self.own.folder.parts, self.own.manifests, strict=True):
             start = place.removeprefix(self._folder).lstrip("/")
             for entry in described.files:
@@ -134,7 +123,7 @@ class Pushing:
         where = parts[0].name if parts[0].objects is not None else str(parts[0].directory.resolve())
         digests = recorded | sha256s(where, unknown, self._progress)
         self._items = [
-            Item(f"{self._folder}/{path}", file, _num_bytes(file), digests[path])
+            Item(f"{self._folder}/{path}", file, num_bytes(file), digests[path])
             for path, file in files.items()
         ]
         self._drawn: dict[str, str] = {}

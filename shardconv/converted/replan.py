@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from shardconv_runtime.default_modes import in_default_modes
 from shardconv_runtime.errors import MissingFileError, PlanError
 from shardconv_runtime.files import manifest
 from shardconv_runtime.files.converted_files import ConvertedFiles, parts_of
+from shardconv_runtime.files.file_access import is_local
 from shardconv_runtime.files.manifest import Manifest
 from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.dims import to_text
@@ -134,7 +134,7 @@ def _require_same_layout(files: ConvertedFiles, found: Manifest, old: Plan, new:
     for entry in found.files:
         if entry.path.endswith(".safetensors"):
             file = files.file(entry.path)
-            if isinstance(file, Path) and not file.is_file():
+            if is_local(file) and not file.is_file():
                 raise MissingFileError(f"{files.name}: {entry.path} is missing; convert the model again")
             manifest.check_shard(file, entry.rank, found.tp, layout)
 

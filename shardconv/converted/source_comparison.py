@@ -23,6 +23,7 @@ from shardconv_runtime.checkpoint.lazy_tensor import LazyTensor
 from shardconv_runtime.checkpoint.packed_plan import as_planned, flatten, shard
 from shardconv_runtime.checkpoint.resolve import ModelSpec, resolve
 from shardconv_runtime.errors import CheckpointError, DamagedError, SourceError
+from shardconv_runtime.files.file_access import is_local
 from shardconv_runtime.files.manifest import Manifest
 from shardconv_runtime.files.small_files import small_files
 from shardconv_runtime.format.plan import Plan, global_shape, parameter_plans
@@ -204,7 +205,7 @@ class _Comparer:
             buffer = self._buffers.held = np.empty(num_bytes, np.uint8)
         into = buffer[:num_bytes].data
         path = self._spans.files[index][0].path
-        assert isinstance(path, Path)
+        assert is_local(path)
         while len(into):
             try:
                 count = os.preadv(self._handle(index, path), [into], offset)

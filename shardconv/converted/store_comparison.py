@@ -15,6 +15,7 @@ from functools import partial
 import numpy as np
 from shardconv_runtime.checkpoint.lazy_tensor import FileLeaf, LazyTensor, zeros
 from shardconv_runtime.checkpoint.packed_plan import shard
+from shardconv_runtime.files.file_access import is_local
 from shardconv_runtime.files.remote_files import RangeReader, RemoteFile
 from shardconv_runtime.files.shard_files import FileLayout
 from shardconv_runtime.format.stored_layout import stored_plans
@@ -62,7 +63,7 @@ def compare_objects(
 def _object_of(spans: Sequence[Span]) -> RemoteFile:
     """Return the file of some spans."""
     path = spans[0].path
-    assert isinstance(path, RemoteFile)
+    assert not is_local(path)
     return path
 
 

@@ -16,7 +16,8 @@ import torch
 from shardconv_runtime.checkpoint.copying import read_tensors
 from shardconv_runtime.checkpoint.lazy_tensor import ComputedLeaf, LazyTensor, stored, take
 from shardconv_runtime.files.converted_files import ConvertedFiles
-from shardconv_runtime.format.header import data_start, read_header
+from shardconv_runtime.files.file_access import header, read_bytes
+from shardconv_runtime.format.header import data_start
 
 from .job import TargetFile
 
@@ -63,11 +64,7 @@ def _of_names(out: ConvertedFiles, files: Sequence[TargetFile]) -> Iterator[str]
 
 
 def _beginning(out: ConvertedFiles, file: TargetFile) -> bytes:
-    path = out.file(file.path)
-    if not isinstance(path, Path):
-        return bytes(path.reader().read(0, len(file.header)))
-    with path.open("rb") as opened:
-        return opened.read(len(file.header))
+    return read_bytes(out.file(file.path), len(file.header))
 
 
 def _of_copies(out: Path, copies: Copies) -> Iterator[str]:
@@ -101,7 +98,7 @@ def _samples(out: ConvertedFiles, file: TargetFile) -> Iterator[tuple[str, LazyT
     Tensors that must be computed are left out: reading an element would compute all of them.
     """
     path = out.file(file.path)
-    _, tensors = read_header(path) if isinstance(path, Path) else path.header()
+    _, tensors = header(path)
     start = data_start(file.num_bytes, tensors)
     for name, entry in tensors.items():
         planned = file.tensor(name)

@@ -3,20 +3,18 @@ rank."""
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from shardconv_runtime.checkpoint.lazy_tensor import LazyTensor
 from shardconv_runtime.checkpoint.packed_plan import as_planned, shard
 from shardconv_runtime.checkpoint.resolve import ModelSpec
-from shardconv_runtime.checkpoint.stored_leaves import WeightFile, num_bytes
 from shardconv_runtime.errors import SourceError
 from shardconv_runtime.files import manifest
+from shardconv_runtime.files.file_access import WeightFile, identity, known_sha256, name_in, num_bytes
 from shardconv_runtime.files.manifest import (
     COMMON_DIRECTORY,
     MANIFEST_NAME,
@@ -28,7 +26,6 @@ from shardconv_runtime.files.manifest import (
     SourceFile,
     rank_directory,
 )
-from shardconv_runtime.files.remote_files import RemoteFile
 from shardconv_runtime.files.shard_files import PlannedShard, shard_files
 from shardconv_runtime.files.small_files import EXAMPLE_NAME, entry_of, files_to_copy, plain_config
 from shardconv_runtime.format import plan_json
@@ -49,8 +46,6 @@ from .store_workspace import StoredWorkspace
 from .workspace import Claim, Workspace
 
 AnyWorkspace = Workspace | StoredWorkspace
-
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +75,7 @@ def origin_of(spec: ModelSpec) -> Origin:
         files: list[WeightFile] = list(spec.weight_files)
         if spec.index is not None:
             files.append(spec.index.path)  # it says which of two files counts
-        return {"files": {_name(spec, file): _identity(file) for file in files}}
+        return {"files": {name_in(_directory(spec), file): identity(file) for file in files}}
 
     return Origin(source_of(spec), identify(), lambda directory: copy_small_files(spec, directory), identify)
 
@@ -194,32 +189,10 @@ def source_of(spec: ModelSpec) -> Source:
     """Return the source that the manifest names for a model."""
     is_here = spec.revision is None and not is_url(spec.name)
     name = _directory(spec).resolve().name if is_here else spec.name
-    files = tuple(SourceFile(_name(spec, f), num_bytes(f), _sha256(f)) for f in spec.weight_files)
+    files = tuple(
+        SourceFile(name_in(_directory(spec), f), num_bytes(f), known_sha256(f)) for f in spec.weight_files
+    )
     return Source(name, spec.revision, tuple(sorted(files, key=lambda file: file.path)))
-
-
-def _name(spec: ModelSpec, file: WeightFile) -> str:
-    """Return the name of a file in the directory of a model, or in its repository."""
-    return file.name if isinstance(file, RemoteFile) else file.relative_to(_directory(spec)).as_posix()
-
-
-def _identity(file: WeightFile) -> str:
-    """Return text that changes when a file does: its hash if the Hub or its cache knows it, otherwise size
-    and time."""
-    if isinstance(file, RemoteFile):
-        return file.identity
-    stats = file.stat()
-    seconds, rest = divmod(stats.st_mtime_ns, 10**9)
-    when = datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
-    return _sha256(file) or f"{stats.st_size} bytes of {when}.{rest:09}"
-
-
-def _sha256(file: WeightFile) -> str:
-    """Return the sha256 of a file on the Hub or in its cache, which names large files by it; otherwise ""."""
-    if isinstance(file, RemoteFile):
-        return file.sha256
-    blob = file.resolve()
-    return blob.name if blob.parent.name == "blobs" and _SHA256.fullmatch(blob.name) else ""
 
 
 def _finish(

@@ -88,10 +88,15 @@ class ScriptedManager:
         self.canceled.append(name)
 
     def add_request(self, prompt: list[int], request_id: str, max_new_tokens: int, **options: Any) -> None:
+        outputs = self.outputs(prompt, max_new_tokens)
         self.asked.append({"prompt": prompt, "max_new_tokens": max_new_tokens, **options})
+        for output in outputs:
+            self.output_router.result_handlers[request_id](output)
+
+    def outputs(self, prompt: list[int], max_new_tokens: int) -> list[Output]:
+        """Return the results of a request, in order."""
         tokens = [*map(ord, self.script.pop(0)), END][:max_new_tokens]
-        for count in range(1, len(tokens) + 1):
-            self.output_router.result_handlers[request_id](Output(tokens[:count], count == len(tokens)))
+        return [Output(tokens[:count], count == len(tokens)) for count in range(1, len(tokens) + 1)]
 
 
 @dataclass(frozen=True)

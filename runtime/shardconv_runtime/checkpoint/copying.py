@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from ..errors import DamagedModelError
+from ..files.file_access import is_local
 from ..files.remote_files import RangeReader, RemoteFile
 from ..format.header import dtype_name, item_bytes
 from .boxes import (
@@ -111,7 +112,7 @@ def plan_units(placed: Iterable[PlacedTensor], memory: int) -> list[CopyUnit]:
 
 def is_remote(leaf: LazyLeaf) -> bool:
     """Return whether a leaf is read over a network."""
-    return isinstance(leaf, FileLeaf) and isinstance(leaf.path, RemoteFile)
+    return isinstance(leaf, FileLeaf) and not is_local(leaf.path)
 
 
 def num_workers(remote: bool = False) -> int:
@@ -309,7 +310,7 @@ def _leaf_units(leaf: LazyLeaf, moves: list[Move], memory: int, gap_bytes: int) 
         # Full rows of the strided boxes: at most `band` elements, or one row.
         row = max((dim.source for move in moves for dim in move.dims if dim.source <= band), default=1)
         band = max(band // row, 1) * row
-    gap = max(gap_bytes, leaf.path.gap_bytes) if isinstance(leaf.path, RemoteFile) else 0
+    gap = 0 if is_local(leaf.path) else max(gap_bytes, leaf.path.gap_bytes)
     ordered = sorted(moves, key=lambda move: move.source)
     for start in range(0, leaf.num_elements, step):
         stop = min(start + step, leaf.num_elements)
@@ -416,7 +417,7 @@ class OpenSources:
     def read(self, leaf: FileLeaf, start: int, into: memoryview) -> None:
         """Fill ``into`` with elements of a leaf from ``start`` on."""
         offset = leaf.offset + start * item_bytes(leaf.dtype)
-        if isinstance(leaf.path, RemoteFile):
+        if not is_local(leaf.path):
             self._reader(leaf.path).read_into(offset, into)
             return
         while len(into):
@@ -434,7 +435,7 @@ class OpenSources:
 
     def read_runs(self, leaf: FileLeaf, starts: Sequence[int], run: int, into: memoryview) -> None:
         """Fill ``into`` with runs of a local leaf, which may be many and short."""
-        assert isinstance(leaf.path, Path), "remote leaves are not read run by run"
+        assert is_local(leaf.path), "remote leaves are not read run by run"
         size = item_bytes(leaf.dtype)
         handle, length, end = self._handle(leaf.path), run * size, 0
         for start in starts:

@@ -14,16 +14,15 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..files.file_access import WeightFile
 from ..format.header import TORCH_NAME, StoredTensor, item_bytes
 from ..format.slices import Range
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..files.remote_files import RemoteFile
 
 Shape = tuple[int, ...]
 
@@ -32,7 +31,7 @@ Shape = tuple[int, ...]
 class FileLeaf:
     """Contiguous elements in a file."""
 
-    path: Path | RemoteFile
+    path: WeightFile
     offset: int
     """The offset of the first element, in bytes."""
     dtype: str
@@ -97,7 +96,7 @@ class LazyTensor:
         return any(piece.leaf.dtype != self.dtype for piece in self.pieces)
 
 
-def stored(path: Path | RemoteFile, start: int, tensor: StoredTensor) -> LazyTensor:
+def stored(path: WeightFile, start: int, tensor: StoredTensor) -> LazyTensor:
     """Return a tensor of a safetensors file.
 
     Args:

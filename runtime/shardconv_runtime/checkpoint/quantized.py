@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ..errors import SourceError
+from ..files.file_access import WeightFile
 from ..format.plan import PackedDim, PackedTensor, Packing
 from ..format.slices import Range
 from ..packed.formats import dequantize, format_of, format_of_checkpoint
@@ -23,7 +24,7 @@ from . import lazy_tensor as lazy
 from .copying import read_tensor
 from .lazy_tensor import ComputedLeaf, LazyLeaf, LazyTensor, Shape, StridedBox, contiguous_strides
 from .recording_tensors import RecordedTensor
-from .stored_leaves import WeightFile, header_metadata
+from .stored_leaves import header_metadata
 
 Settings = Mapping[str, Any]
 """The ``quantization_config`` of a config."""

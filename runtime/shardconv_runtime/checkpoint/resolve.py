@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 
 from ..errors import OptionError, SourceError
-from ..files.remote_files import RemoteFile
+from ..files.file_access import WeightFile, name_in
 from ..files.small_files import choose_files, sizes_in
 from ..format.header import dtype_name
 from ..hub_options import Hub
@@ -26,7 +26,7 @@ from .model_directory import (
 )
 from .model_location import locate
 from .quantized import quantization_of, require_supported, without_quantization
-from .stored_leaves import WeightFile, stored_dtype, validate
+from .stored_leaves import stored_dtype, validate
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,14 +126,10 @@ def files_left_out(spec: ModelSpec) -> dict[str, str]:
     """Return the files of a model that are neither its weights nor copied with them -> why."""
     if spec.directory is None:
         return {}
-    weights = {_path_in(spec.directory, file) for file in spec.weight_files}
+    weights = {name_in(spec.directory, file) for file in spec.weight_files}
     sizes = sizes_in(spec.directory) if spec.sizes is None else spec.sizes
     left_out = choose_files(sizes, code=spec.trust_remote_code).left_out
     return {path: why for path, why in left_out.items() if path not in weights}
-
-
-def _path_in(directory: Path, file: WeightFile) -> str:
-    return file.name if isinstance(file, RemoteFile) else file.relative_to(directory).as_posix()
 
 
 def _from_config(config: Any, dtype: str | None, *, trust_remote_code: bool, need_weights: bool) -> ModelSpec:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 
 from ..errors import CheckpointError, DamagedModelError, SourceError, UnsupportedError
-from ..files.remote_files import RemoteFile, remote_header
-from ..format.header import TORCH_NAME, StoredTensor, data_start, dtype_name, read_header
+from ..files.file_access import WeightFile, header, is_local, name_in, num_bytes
+from ..format.header import TORCH_NAME, StoredTensor, data_start, dtype_name
 from .lazy_tensor import LazyTensor, stored
 from .model_directory import Index
 from .pickled_files import load_pickled, pickled_tensors
-
-WeightFile = Path | RemoteFile
 
 
 def validate(files: Iterable[WeightFile]) -> None:
@@ -37,15 +34,10 @@ def metadata_of(file: WeightFile) -> dict[str, str]:
 
 def _header(file: WeightFile) -> tuple[dict[str, str], dict[str, StoredTensor]]:
     try:
-        return remote_header(file) if isinstance(file, RemoteFile) else read_header(file)
+        return header(file)
     except CheckpointError as error:
         reason = str(error).removesuffix("; copy or convert it again")
         raise DamagedModelError(f"{reason}; download or copy it again") from error
-
-
-def num_bytes(file: WeightFile) -> int:
-    """Return the size of a file, local or on the Hub."""
-    return file.num_bytes if isinstance(file, RemoteFile) else file.stat().st_size
 
 
 def stored_dtype(file: WeightFile) -> str | None:
@@ -58,11 +50,11 @@ def stored_dtype(file: WeightFile) -> str | None:
     Returns:
         The name of the dtype, for example ``"bfloat16"``; None if no tensor is floating-point.
     """
-    if isinstance(file, RemoteFile) or file.suffix == ".safetensors":
+    if is_local(file) and file.suffix != ".safetensors":
+        dtypes = [dtype_name(tensor.dtype) for tensor in load_pickled(file, "meta").values()]
+    else:
         _, tensors = header_of(file)
         dtypes = [TORCH_NAME.get(tensor.dtype, "") for _, tensor in sorted(tensors.items())]
-    else:
-        dtypes = [dtype_name(tensor.dtype) for tensor in load_pickled(file, "meta").values()]
     return next((name for name in dtypes if name in ("float64", "float32", "bfloat16", "float16")), None)
 
 
@@ -74,22 +66,19 @@ def lazy_tensors(files: Iterable[WeightFile], index: Index | None = None) -> dic
     """
     by_name: dict[str, dict[str, LazyTensor]] = {}
     for file in files:
-        if isinstance(file, RemoteFile):
-            name_in_index = file.name
+        name_in_index = str(file) if index is None else name_in(index.path.parent, file)
+        if is_local(file) and file.suffix != ".safetensors":
+            tensors = dict(pickled_tensors(file))
         else:
-            name_in_index = (file if index is None else file.relative_to(index.path.parent)).as_posix()
-        if isinstance(file, RemoteFile) or file.suffix == ".safetensors":
             start, headers = header_of(file)
             tensors = {}
-            for name, header in headers.items():
-                if header.dtype not in TORCH_NAME:
+            for name, entry in headers.items():
+                if entry.dtype not in TORCH_NAME:
                     raise UnsupportedError(
-                        f"{file}: {name} has the dtype {header.dtype}, which shardconv does not read; save "
+                        f"{file}: {name} has the dtype {entry.dtype}, which shardconv does not read; save "
                         "it in another one, or remove it if the model does not use it"
                     )
-                tensors[name] = stored(file, start, header)
-        else:
-            tensors = dict(pickled_tensors(file))
+                tensors[name] = stored(file, start, entry)
         for name, tensor in tensors.items():
             by_name.setdefault(name, {})[name_in_index] = tensor
     return {name: _chosen(name, candidates, index) for name, candidates in by_name.items()}
@@ -111,6 +100,6 @@ def header_metadata(files: Iterable[WeightFile]) -> dict[str, str]:
     """Return the metadata in the headers of the safetensors files among these, merged over all files."""
     metadata: dict[str, str] = {}
     for file in files:
-        if isinstance(file, RemoteFile) or file.suffix == ".safetensors":
+        if not is_local(file) or file.suffix == ".safetensors":
             metadata.update(metadata_of(file))
     return metadata

@@ -14,13 +14,10 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ..errors import CheckpointError, DamagedError
+from .file_access import WeightFile, is_local
 from .manifest import OF_PIECES, FileEntry, sha256_of
-
-if TYPE_CHECKING:  # it imports the client of the Hub
-    from .remote_files import RemoteFile
 
 PIECE_BYTES = 1 << 25
 """Part of the format: other pieces give another checksum."""
@@ -57,7 +54,7 @@ def shard_checksum(path: Path) -> str:
 
 
 def checksums(
-    files: Mapping[FileEntry, Path | RemoteFile], advance: Callable[[int], object] = lambda num_bytes: None
+    files: Mapping[FileEntry, WeightFile], advance: Callable[[int], object] = lambda num_bytes: None
 ) -> dict[FileEntry, str | CheckpointError]:
     """Return the checksum of each file, of the kind in its entry, or the reason why it cannot be read.
 
@@ -65,7 +62,7 @@ def checksums(
     """
     pieces: dict[FileEntry, dict[int, int]] = {entry: {} for entry in files}
     results: dict[FileEntry, str | CheckpointError] = {}
-    num_threads = _num_threads() if all(isinstance(path, Path) for path in files.values()) else MAX_THREADS
+    num_threads = _num_threads() if all(map(is_local, files.values())) else MAX_THREADS
     with ThreadPoolExecutor(num_threads, "checksum") as pool:
         tasks: dict[Future[int | str], tuple[FileEntry, int, int]] = {}
         for entry, path in files.items():
@@ -103,16 +100,16 @@ def pieces_of(num_bytes: int) -> list[tuple[int, int]]:
     return [(start, min(PIECE_BYTES, num_bytes - start)) for start in range(0, num_bytes, PIECE_BYTES)]
 
 
-def _piece_of_path(path: Path | RemoteFile, start: int, num_bytes: int) -> int:
-    if not isinstance(path, Path):
+def _piece_of_path(path: WeightFile, start: int, num_bytes: int) -> int:
+    if not is_local(path):
         return zlib.crc32(path.reader().read(start, num_bytes))
     with open(path, "rb", buffering=0) as file:
         return piece_checksum(file.fileno(), start, num_bytes)
 
 
-def sha256_of_file(path: Path | RemoteFile) -> str:
+def sha256_of_file(path: WeightFile) -> str:
     """Return the sha256 (hex) of a file, which may be read over a network."""
-    if isinstance(path, Path):
+    if is_local(path):
         return sha256_of(path)
     value, reader = hashlib.sha256(), path.reader()
     for start, num_bytes in pieces_of(path.num_bytes):
@@ -120,7 +117,7 @@ def sha256_of_file(path: Path | RemoteFile) -> str:
     return value.hexdigest()
 
 
-def _checksum_of_path(path: Path | RemoteFile) -> str:
+def _checksum_of_path(path: WeightFile) -> str:
     return f"sha256:{sha256_of_file(path)}"
 
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from ..errors import MissingFileError
 from ..hub_options import is_url
+from .file_access import WeightFile, num_bytes
 from .manifest import resolve
 from .small_files import stage_directories
 
 if TYPE_CHECKING:  # they import the client of the Hub
     from .object_stores import ObjectDirectory
-    from .remote_files import RemoteFile
 
 _WEIGHTS = (".safetensors", ".tensors")
 """Ends of the names of files that are not copied from a store."""
@@ -34,7 +34,7 @@ class ConvertedFiles:
         """Return its path or its URL."""
         return str(self.directory) if self.objects is None else self.objects.url
 
-    def file(self, path: str) -> Path | RemoteFile:
+    def file(self, path: str) -> WeightFile:
         """Return a file, which may not exist if it is on this machine.
 
         Raises:
@@ -48,8 +48,7 @@ class ConvertedFiles:
 
     def num_bytes(self, path: str) -> int:
         """Return the size of a file that exists."""
-        file = self.file(path)
-        return file.stat().st_size if isinstance(file, Path) else file.num_bytes
+        return num_bytes(self.file(path))
 
     def weight_files(self) -> dict[str, int]:
         """Return the sizes of all files of tensors that are there, by path."""

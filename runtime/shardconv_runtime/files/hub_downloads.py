@@ -25,10 +25,9 @@ from . import hub_time_limits, manifest
 from .hub_errors import FINAL, explain, has_timed_out, hub_error, hub_failure
 from .hub_time_limits import NoAnswerError, UnknownHostError, bounded
 from .manifest import MANIFEST_NAME, PLAN_NAME, FileEntry, Manifest, check_listed_sizes
-from .model_config import CONFIG
 from .remote_files import remote_files
 from .small_files import stage_of, variant_name
-from .tp_folders import folder_in, folders, nothing_for, only, stages_for
+from .tp_folders import directories_for, folder_in, nothing_for, only
 
 TRIES = 5
 """Requests for one file; the client itself repeats each of them several times."""
@@ -149,14 +148,11 @@ def _directories(where: str, hub: Hub, world_size: int | None) -> tuple[str, lis
         file = _existing(repo_id, _inside(path, MANIFEST_NAME), hub, is_last=False)
         if file is not None:
             return repo_id, [(path, file)]
-    names = _names(repo_id, hub)
-    stages = stages_for(repo_id, names, world_size)
-    if not stages:
-        if CONFIG in names and not folders(names):
-            return repo_id, []
+    try:
+        return repo_id, [(path, None) for path in directories_for(repo_id, _names(repo_id, hub), world_size)]
+    except NotConvertedError:
         _existing(repo_id, MANIFEST_NAME, hub, is_last=True)  # offline, names the file that the cache lacks
-        raise NotConvertedError(nothing_for(repo_id, names, world_size))
-    return repo_id, [(path, None) for path in stages]
+        raise
 
 
 def _inside(path: str, name: str) -> str:

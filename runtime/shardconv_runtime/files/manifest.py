@@ -20,18 +20,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
 
 from ..errors import CheckpointError, DamagedError, MissingFileError, NotConvertedError, PlanError
 from ..format import plan_json
 from ..format.field_checks import check_tp, fail, is_sha256
-from ..format.header import StoredTensor, read_header
+from ..format.header import StoredTensor
 from ..format.measured import Numerics
 from ..format.plan import Plan
 from ..format.typed_json import MalformedError, dump_document, load_document, read_text, write_text
-
-if TYPE_CHECKING:  # it imports the client of the Hub
-    from .remote_files import RemoteFile
+from .file_access import WeightFile, header
 
 VERSION = 3
 FORMAT = "shardconv.manifest"
@@ -331,11 +328,9 @@ def check_listed_sizes(
             )
 
 
-def check_shard(
-    path: Path | RemoteFile, rank: int | None, tp: int, layout_sha256: str
-) -> dict[str, StoredTensor]:
+def check_shard(path: WeightFile, rank: int | None, tp: int, layout_sha256: str) -> dict[str, StoredTensor]:
     """Check that a safetensors file is complete and belongs to this rank and layout; return its tensors."""
-    metadata, tensors = read_header(path) if isinstance(path, Path) else path.header()
+    metadata, tensors = header(path)
     for key, expected in shard_metadata(rank, tp, layout_sha256).items():
         if key.startswith("shardconv.") and metadata.get(key) != expected:
             raise DamagedError(

@@ -15,11 +15,10 @@ from typing import Any
 
 from ..errors import MissingModelError, NotConvertedError, SourceError
 from .manifest import MANIFEST_NAME, PLAN_NAME, FileEntry, Manifest, check_listed_sizes, read
-from .model_config import CONFIG
 from .remote_files import RangeReader, RemoteFile, download
-from .small_files import cache_directory, small_files, stage_of, variant_name
+from .small_files import cache_directory, small_files, stage_of
 from .store_client import client, explained, is_temporary, library, reason_of
-from .tp_folders import folders, nothing_for, only, stages_for
+from .tp_folders import directories_for, folders, nothing_for, only, stages_for
 
 MOST_OBJECTS = 20_000
 """Most objects below the URL of a model: more are a bucket of many models."""
@@ -183,18 +182,10 @@ def find_stored(url: str, world_size: int, rank: int = 0) -> tuple[ObjectDirecto
         The directory, and a local copy of its small files; None if there is an ordinary model.
     """
     root = object_directory(url)
-    names = root.objects
-    path = next(
-        (p for p in ("", variant_name(world_size)) if posixpath.join(p, MANIFEST_NAME) in names), None
-    )
-    if path is None:
-        stages = stages_for(url, names, world_size)
-        if not stages and CONFIG in names and not folders(names):
-            return None
-        if not stages:
-            raise NotConvertedError(nothing_for(url, names, world_size))
-        path = stages[stage_of(rank, world_size, len(stages))]
-    return with_small_files(root.inside(path))
+    paths = directories_for(url, root.objects, world_size)
+    if not paths:
+        return None
+    return with_small_files(root.inside(paths[stage_of(rank, world_size, len(paths))]))
 
 
 def find_all_stored(url: str, tp: int | None) -> list[tuple[ObjectDirectory, Path]]:

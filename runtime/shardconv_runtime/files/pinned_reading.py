@@ -19,15 +19,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, DamagedError
 from ..format.header import ShardFile
+from .file_access import WeightFile, is_local
 from .reading import REMEDY, Adjacent, FileSpan, stretches
-from .remote_files import RemoteFile
+
+if TYPE_CHECKING:  # it imports the client of the Hub
+    from .remote_files import RemoteFile
 
 BUFFER_BYTES = 16 << 20
 """Bytes of each staging buffer: the copy to the device takes about a millisecond, much longer than its start,
@@ -123,7 +126,7 @@ class _Span(NamedTuple):
 class _Fill:
     """The contents of one buffer: consecutive bytes of a file, which go to spans of the buffer."""
 
-    path: Path | RemoteFile
+    path: WeightFile
     file_begin: int
     spans: tuple[_Span, ...]
     slab_begin: int
@@ -186,8 +189,8 @@ def staged(
                 yield from stretch.at(memory.untyped_storage(), begin)
 
 
-def _readable(path: Path | RemoteFile) -> _Readable:
-    return _Remote(path) if isinstance(path, RemoteFile) else _Readable(path)
+def _readable(path: WeightFile) -> _Readable:
+    return _Readable(path) if is_local(path) else _Remote(path)
 
 
 class _Readable:

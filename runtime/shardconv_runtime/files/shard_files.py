@@ -16,7 +16,6 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from ..errors import DamagedError
@@ -24,6 +23,7 @@ from ..format.fused_groups import adjacent_tensors, in_units
 from ..format.header import STORED_NAME, item_bytes, stored_shape
 from ..format.plan import Plan, local_shape
 from ..format.stored_layout import is_common, layout_sha256, stored_plans
+from .file_access import WeightFile, is_local
 from .manifest import shard_metadata, shard_path
 
 if TYPE_CHECKING:  # it imports the client of the Hub
@@ -166,10 +166,10 @@ def _remote_sample(file: RemoteFile) -> str:
     return f"crc32:{value:08x}"
 
 
-def check_sample(path: Path | RemoteFile, sample: str) -> None:
+def check_sample(path: WeightFile, sample: str) -> None:
     """Check the blocks of a shard."""
     try:
-        checksum = sample_checksum(path) if isinstance(path, Path) else _remote_sample(path)
+        checksum = sample_checksum(path) if is_local(path) else _remote_sample(path)
     except OSError as error:
         raise DamagedError(f"{path}: cannot be read ({error.strerror})") from error
     if checksum != sample:

@@ -9,6 +9,7 @@ from ..comm.launchers import other_launcher
 from ..errors import NotConvertedError, OptionError
 from ..hub_options import is_command, option
 from .manifest import MANIFEST_NAME
+from .model_config import CONFIG
 from .small_files import STAGE_DIRECTORY, VARIANT, stage_directory, staged_variant, variant_name
 
 
@@ -58,6 +59,27 @@ def stages_for(where: str, names: Iterable[str], world_size: int) -> tuple[str, 
         return ()
     (count,) = counts
     return tuple(stage_directory(k, count) for k in range(count))
+
+
+def directories_for(where: str, names: Iterable[str], world_size: int) -> tuple[str, ...]:
+    """Return the directories of a model for this many processes: one, or one for each stage.
+
+    Returns:
+        Their paths, with ``""`` for the directory or repository itself; none of an ordinary model.
+
+    Raises:
+        NotConvertedError: there is no model, or it was converted for other numbers of ranks.
+    """
+    there = set(names)
+    if MANIFEST_NAME in there:
+        return ("",)
+    variant = variant_name(world_size)
+    if f"{variant}/{MANIFEST_NAME}" in there:
+        return (variant,)
+    stages = stages_for(where, there, world_size)
+    if not stages and (CONFIG not in there or folders(there)):
+        raise NotConvertedError(nothing_for(where, there, world_size))
+    return stages
 
 
 def folder_in(where: str) -> tuple[str, Folder | None]:

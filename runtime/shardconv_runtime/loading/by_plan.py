@@ -18,6 +18,7 @@ from ..checkpoint.lazy_tensor import FileLeaf, LazyTensor, take
 from ..checkpoint.packed_plan import as_planned, flatten, shard
 from ..checkpoint.resolve import resolve
 from ..errors import PlanError, SourceError
+from ..files.file_access import is_local
 from ..files.manifest import Manifest, Source
 from ..files.reading import map_file
 from ..files.small_files import entry_of, files_to_copy
@@ -51,7 +52,7 @@ class Windows:
             return None
         (piece,) = tensor.pieces
         leaf, size = piece.leaf, item_bytes(tensor.dtype)
-        if not isinstance(leaf, FileLeaf) or not isinstance(leaf.path, Path):
+        if not isinstance(leaf, FileLeaf) or not is_local(leaf.path):
             return None
         begin = leaf.offset + piece.offset * size
         end = begin + tensor.num_bytes

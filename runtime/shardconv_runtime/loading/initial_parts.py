@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,18 +35,7 @@ _MARK = "_is_hf_initialized"
 def attach_initializing(model: nn.Module) -> None:
     """Make the method of transformers right for a model of which ranks have parts, in place."""
     if loaded(model).plan.tp > 1 and hasattr(model, METHOD):
-        setattr(model, METHOD, _Method(model))
-
-
-class _Method:
-    """The method of one model; a copy of the model has one for itself."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-
-    def __call__(self) -> None:
-        """Draw the weights that have no values yet; every rank calls it."""
-        draw_parts(self._model)
+        setattr(model, METHOD, partial(draw_parts, model))  # a copy of the model has a copy of this
 
 
 @dataclass(frozen=True)
@@ -75,7 +65,7 @@ class _Marks:
 @agreement.named_call(METHOD)
 @torch.no_grad()
 def draw_parts(model: Any) -> None:
-    """Initialize a loaded model, in place; see ``_Method``."""
+    """Draw the weights of a loaded model that have no values yet, in place; every rank calls it."""
     source = loaded(model)
     building = source.building
     marks = _Marks.of(model)

@@ -202,7 +202,7 @@ def load(
         adapter=adapter,
         communication=as_value("communication", communication, Communication) or Communication(),
     )
-    return load_model(options, process_group if mesh is None else model_group(mesh, process_group), device)
+    return load_model(options, process_group, device)
 
 
 @in_default_modes
@@ -275,14 +275,14 @@ def parallelize(
         fuse=fuse,
         communication=as_value("communication", communication, Communication) or Communication(),
     )
-    group = process_group if mesh is None else model_group(mesh, process_group)
-    return load_model(options, group, device)  # type: ignore[return-value]
+    return load_model(options, process_group, device)  # type: ignore[return-value]
 
 
 def load_model(
-    options: LoadOptions, group: dist.ProcessGroup | None, device: torch.device | str | None
+    options: LoadOptions, process_group: dist.ProcessGroup | None, device: torch.device | str | None
 ) -> LoadedModel:
     """Check the source of a model on every rank, agree on it, and build the model."""
+    group = process_group if options.mesh is None else model_group(options.mesh, process_group)
     try:
         device = None if device is None else torch.device(device)
     except RuntimeError as unknown:

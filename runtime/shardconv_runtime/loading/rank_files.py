@@ -14,6 +14,7 @@ from torch import nn
 
 from ..errors import CheckpointError
 from ..files.checksums import checksums
+from ..files.file_access import WeightFile, is_local
 from ..files.manifest import (
     COMMON_DIRECTORY,
     MANIFEST_NAME,
@@ -29,7 +30,6 @@ from ..files.model_config import CONFIG, GENERATION_CONFIG
 from ..files.object_stores import ObjectDirectory
 from ..files.pinned_reading import Cuda, staged
 from ..files.reading import REMEDY, Adjacent, Span, mapped
-from ..files.remote_files import RemoteFile
 from ..files.remote_shards import fetched
 from ..files.shard_files import check_sample
 from ..format.header import STORED_NAME, ShardFile, StoredTensor
@@ -60,7 +60,7 @@ def verify_checksums(
             )
 
 
-def _file(directory: Path, entry: FileEntry, objects: ObjectDirectory | None) -> Path | RemoteFile:
+def _file(directory: Path, entry: FileEntry, objects: ObjectDirectory | None) -> WeightFile:
     """Return a file of a converted directory, of which an object store may hold the shards."""
     if objects is not None and entry.path.endswith(".safetensors"):
         return objects.objects[entry.path]
@@ -81,7 +81,7 @@ class RankFiles:
     @property
     def local(self) -> tuple[ShardFile, ...]:
         """Return the files on this machine."""
-        return tuple(shard for shard in self.shards if isinstance(shard.path, Path))
+        return tuple(shard for shard in self.shards if is_local(shard.path))
 
 
 def check_files(
@@ -135,7 +135,7 @@ def tensors(shards: Sequence[ShardFile], device: torch.device, adjacent: Adjacen
     if device.type == "cuda" and hasattr(os, "preadv"):
         yield from staged(shards, Cuda(device), adjacent)
         return
-    is_remote = any(isinstance(shard.path, RemoteFile) for shard in shards)
+    is_remote = not all(is_local(shard.path) for shard in shards)
     for name, tensor in (fetched if is_remote else mapped)(shards, adjacent):
         yield name, tensor.to(device)
 

@@ -13,13 +13,13 @@ import shutil
 import tempfile
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from ..adapters.attaching import Attached
 from ..comm import agreement
@@ -35,7 +35,7 @@ from ..loaded import Loaded, loaded, remember
 from ..parallel.build import owner_of, retie, stored_tensors
 from ..parallel.local_modules import local_view
 from ..parallel.user_hooks import hook_of_user
-from ..saving.gathering import gathered_on_rank_0
+from ..saving.gathering import gathered_on_rank_0, why_not_gathered
 from ..training.checkpointing import FUNCTION
 from .checked_source import CheckedSource, InMemory, LoadOptions, unsharded
 from .in_memory import CONFIG_FILES
@@ -47,36 +47,23 @@ METHOD = "resize_token_embeddings"
 def attach_resizing(model: nn.Module) -> None:
     """Make the method of transformers right for a model of which ranks have parts, in place."""
     if hasattr(model, METHOD):
-        setattr(model, METHOD, _Method(model))
-
-
-class _Method:
-    """The method of one model; a copy of the model has one for itself."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-
-    def __call__(
-        self,
-        new_num_tokens: int | None = None,
-        pad_to_multiple_of: int | None = None,
-        mean_resizing: bool = True,
-    ) -> nn.Module:
-        """Resize the vocabulary; every rank calls it. See transformers for the arguments.
-
-        Returns:
-            The input embeddings.
-        """
-        return resize_vocabulary(self._model, new_num_tokens, pad_to_multiple_of, mean_resizing)
+        setattr(model, METHOD, partial(resize_vocabulary, model))  # a copy of the model has a copy of this
 
 
 @in_default_modes
 @agreement.named_call(METHOD)
 @torch.no_grad()
 def resize_vocabulary(
-    model: Any, new_num_tokens: int | None, pad_to_multiple_of: int | None, mean_resizing: bool
+    model: Any,
+    new_num_tokens: int | None = None,
+    pad_to_multiple_of: int | None = None,
+    mean_resizing: bool = True,
 ) -> nn.Module:
-    """Resize the vocabulary of a loaded model, in place; see ``_Method``."""
+    """Resize the vocabulary of a loaded model, in place; every rank calls it, with transformers' arguments.
+
+    Returns:
+        The input embeddings.
+    """
     source = loaded(model)
     building = source.building
     start: Launch = building.start
@@ -123,18 +110,11 @@ def resize_vocabulary(
 
 def _require_plain(model: nn.Module, source: Loaded, options: LoadOptions) -> None:
     """Check that the model is in a form that can be built again."""
-    why = ""
-    if source.stage is not None:
-        why = "the model has pipeline stages"
-    elif source.attached is not None:
-        why = "the model has adapters; resize the model before they are added"
-    elif source.packed:
-        why = "the model's weights are packed; load it with dequantize=True"
-    elif options.compiling is not None:
+    if options.compiling is not None:
         why = "the model is compiled; load it without compile=True"
-    elif options.data_parallel is not None or any(isinstance(p, DTensor) for p in model.parameters()):
+    elif options.data_parallel is not None:
         why = "FSDP has sharded the parameters; resize before data_parallel"
-    elif hook := hook_of_user(model):
+    elif not (why := why_not_gathered(model, source)) and (hook := hook_of_user(model)):
         why = f"the module {hook} has a hook; register hooks afterwards"
     if why:
         raise RefusedCallError(f"{METHOD}: {why}, or {BEFORE}")

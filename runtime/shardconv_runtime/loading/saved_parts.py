@@ -13,16 +13,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from ..comm import agreement
 from ..default_modes import in_default_modes
 from ..errors import RefusedCallError
 from ..format.plan import parameter_plans
-from ..loaded import Loaded, loaded
+from ..loaded import loaded
 from ..parallel.build import owner_of, retie, stored_tensors
-from ..saving.gathering import gathered_on_rank_0
+from ..saving.gathering import gathered_on_rank_0, why_not_gathered
 from .checked_source import unsharded
 
 METHOD = "save_pretrained"
@@ -41,7 +40,11 @@ def attach_saving_of_parts(model: nn.Module) -> None:
 def _save_part(model: Any, path: str, save_directory: str | os.PathLike[str], **options: Any) -> None:
     """Write a part of a model as an ordinary checkpoint; every rank calls it, with transformers' options."""
     source = loaded(model)
-    _require_plain(model, source, path)
+    if why := why_not_gathered(model, source):
+        raise RefusedCallError(
+            f"{METHOD} of {path}: {why}; call it on the whole model on all ranks, and load what that wrote "
+            "with `from_pretrained` of the part's class"
+        )
     twin: Any = unsharded(source.building.checked, source.building.options)[1]
     first_names, plans = dict(source.plan.tied), parameter_plans(source.plan)
     tensors = {
@@ -71,21 +74,3 @@ def _save_part(model: Any, path: str, save_directory: str | os.PathLike[str], **
             whole.save_pretrained(save_directory, **options)
 
     agreement.together(source.launch, write, agreement.READ_TIMEOUT_S)
-
-
-def _require_plain(model: nn.Module, source: Loaded, path: str) -> None:
-    """Check that the parameters of a part can be put together from those of the ranks."""
-    why = ""
-    if source.stage is not None:
-        why = "the model has pipeline stages"
-    elif source.attached is not None:
-        why = "the model has adapters"
-    elif source.packed:
-        why = "the model's weights are packed; load it with dequantize=True"
-    elif any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        why = "FSDP has sharded the parameters"
-    if why:
-        raise RefusedCallError(
-            f"{METHOD} of {path}: {why}; call it on the whole model on all ranks, and load what that wrote "
-            "with `from_pretrained` of the part's class"
-        )

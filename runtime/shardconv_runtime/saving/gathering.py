@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ..format.plan import ParameterPlan, global_shape, local_shape
 from ..format.stored_layout import holds_values
 from ..loaded import Loaded
 from .adapter_saving import held_boxes
+
+
+def why_not_gathered(model: nn.Module, source: Loaded) -> str:
+    """Return why parameters cannot be put together from the parts of the ranks; empty if they can."""
+    if source.stage is not None:
+        return "the model has pipeline stages"
+    if source.attached is not None:
+        return "the model has adapters"
+    if source.packed:
+        return "the model's weights are packed; load it with dequantize=True"
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        return "FSDP has sharded the parameters"
+    return ""
 
 
 def gathered_on_rank_0(local: Tensor, entry: ParameterPlan, source: Loaded) -> Tensor:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from shardconv_runtime.errors import CheckpointError, SourceError
+from shardconv_runtime.errors import CheckpointError, NotConvertedError, SourceError
 from shardconv_runtime.files.small_files import variant
 from shardconv_runtime.files.tp_folders import (
     Folder,
+    directories_for,
     folder_in,
     folders,
     nothing_for,
@@ -34,6 +35,17 @@ def test_stages_for_a_number_of_processes() -> None:
     assert stages_for("a/b", at_root, 6) == ("stage-00000-of-00002", "stage-00001-of-00002")
     with pytest.raises(CheckpointError, match="several models for 8 ranks, pp-2-tp-4, pp-4-tp-2; name one"):
         stages_for("a/b", [*STAGES, *OTHER], 8)
+
+
+def test_directories_for_a_number_of_processes() -> None:
+    plain = ["tp-2/manifest.json", "config.json"]
+    assert directories_for("here", [*plain, "manifest.json"], 2) == ("",)
+    assert directories_for("here", [*plain, *STAGES], 2) == ("tp-2",)
+    assert directories_for("here", [*plain, *STAGES], 8) == Folder(4, 2).parts
+    assert directories_for("here", ["config.json"], 2) == ()  # an ordinary model
+    for names in (plain, []):
+        with pytest.raises(NotConvertedError, match="here holds no converted model for 4 ranks"):
+            directories_for("here", names, 4)
 
 
 def test_the_only_one() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("prometheus_client")
 
+from scripted_server import Output, ScriptedManager
 from shardconv_runtime.errors import ShardconvError
 from shardconv_runtime.serving import answers
 from shardconv_runtime.serving.answers import Served
@@ -26,48 +26,20 @@ from transformers import GenerationConfig
 
 
 @dataclass
-class Output:
-    """As the manager's."""
-
-    generated_tokens: list[int]
-    is_last: bool = False
-    error: str | None = None
-
-    def is_finished(self) -> bool:
-        return self.is_last
-
-
-@dataclass
-class Manager:
+class Manager(ScriptedManager):
     """Answers with the tokens 1, 2, 3 ... up to the number that is asked for, or never ends."""
 
+    script: list[str] = field(default_factory=list)
     is_endless: bool = False
-    room: int | None = None
-    failure: Any = None
-    asked: list[dict[str, Any]] = field(default_factory=list)
-    canceled: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.output_router = SimpleNamespace(result_handlers={})
 
     def is_running(self) -> bool:
         return self.failure is None
 
-    def register_result_handler(self, name: str, tell: Callable[[Any], None]) -> None:
-        self.output_router.result_handlers[name] = tell
-
-    def cancel_request(self, name: str) -> None:
-        self.canceled.append(name)
-
-    def add_request(self, prompt: list[int], request_id: str, max_new_tokens: int, **options: Any) -> None:
+    def outputs(self, prompt: list[int], max_new_tokens: int) -> list[Output]:
         if prompt == [7]:
             raise ShardconvError("not this one")
-        self.asked.append({"prompt": prompt, "max_new_tokens": max_new_tokens, **options})
-        tell = self.output_router.result_handlers[request_id]
-        count = 1 if self.is_endless else max_new_tokens
-        for number in range(1, count + 1):
-            tokens = list(range(1, number + 1))
-            tell(Output(tokens, number == max_new_tokens))
+        told = 1 if self.is_endless else max_new_tokens
+        return [Output(list(range(1, n + 1)), n == max_new_tokens) for n in range(1, told + 1)]
 
 
 class Tokenizer:
