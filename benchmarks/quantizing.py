@@ -3,7 +3,7 @@
 
     python benchmarks/quantizing.py --gigabytes 16 fp8 nf4 int8 w4a16   a model of random weights
     python benchmarks/quantizing.py --sparse 400 --tp 64 fp8            rank 0 of a model of holes
-    python benchmarks/quantizing.py --gigabytes 2 --kill fp8            killed and continued: the same files
+    python benchmarks/quantizing.py --gigabytes 2 --kill fp8 fp8        killed and continued: the same files
 
 Seconds are of CPUs, with one thread for each operator. Rates are bytes of the source of quantized weights per
 CPU second: of the conversion, without the time of the one that does not quantize, and of the library.
@@ -12,8 +12,9 @@ CPU second: of the conversion, without the time of the one that does not quantiz
 from __future__ import annotations
 
 import argparse
-import json
+import hashlib
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -32,8 +33,8 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 PLAIN = "as it is"
 WEIGHT = (4096, 14336)
 """The shape of the weight that the library packs alone."""
-SOME_BYTES = 0.4
-"""The part of the output after which a conversion is killed."""
+SHARES = (0.2, 0.8)
+"""Between these shares of the output, a conversion is killed."""
 
 
 @dataclass(frozen=True)
@@ -71,10 +72,13 @@ def written(out: Path) -> int:
     return sum(path.stat().st_blocks * 512 for path in out.rglob("*") if path.is_file())
 
 
-def files_of(out: Path) -> object:
-    """The checksums of all files, and the errors of weights."""
-    manifest = json.loads((out / "manifest.json").read_text())
-    return manifest["files"], manifest.get("quantization_errors")
+def files_of(out: Path) -> dict[str, str]:
+    """The sha256 of all files; the manifest, which has the errors of weights, is one of them."""
+    sums = {}
+    for path in sorted(path for path in out.rglob("*") if path.is_file()):
+        with path.open("rb") as file:
+            sums[str(path.relative_to(out))] = hashlib.file_digest(file, "sha256").hexdigest()
+    return sums
 
 
 def library_rate(scheme: str) -> float:
@@ -125,7 +129,9 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=16)
     parser.add_argument("--sparse", type=float, help="GB of a source of holes, of which rank 0 is converted")
     parser.add_argument("--tp", type=int, default=2)
-    parser.add_argument("--kill", action="store_true", help="kill each conversion once, and compare")
+    parser.add_argument(
+        "--kill", metavar="SCHEME", action="append", default=[], help="kill its conversion once, and compare"
+    )
     parser.add_argument("--directory", type=Path, help="for files (default: that of temporary files)")
     parser.add_argument("--markdown", type=Path, help="write the table to this file too")
     options = parser.parse_args()
@@ -157,11 +163,14 @@ def main() -> None:
             rows.append(row(scheme, convert(quantized), plain, num_bytes, out, alone=not options.sparse))
             tell(str(rows[-1]))
             if options.kill:
-                expected, total = files_of(out), written(out)
+                rows[-1]["killed and continued"] = ""
+            if scheme in options.kill:
+                expected, total, share = files_of(out), written(out), random.uniform(*SHARES)
                 shutil.rmtree(out)
-                convert(quantized, int(SOME_BYTES * total), out)
+                convert(quantized, int(share * total), out)
                 convert(quantized)
-                rows[-1]["killed and continued"] = "same" if files_of(out) == expected else "DIFFERENT"
+                same = "same" if files_of(out) == expected else "DIFFERENT"
+                rows[-1]["killed and continued"] = f"{same} (at {share:.0%}, {len(expected)} files)"
                 tell(rows[-1]["killed and continued"])
             shutil.rmtree(out)
         notes.insert(0, machine(Path(place)))
