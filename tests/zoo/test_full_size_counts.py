@@ -119,9 +119,9 @@ def counts(model: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> dict[str, float
         taken["events"], taken["folded events"] = len(tape.events), len(folded.tape.events)
         return folded
 
-    def solve(*arguments: Any) -> Any:
+    def solve(*arguments: Any, **options: Any) -> Any:
         taken["rounds"] += 1
-        return plain_solve(*arguments)
+        return plain_solve(*arguments, **options)
 
     def solve_axis(problem: AxisVariables) -> Any:
         taken["variables"] += len(problem.keys)
