@@ -355,22 +355,20 @@ def _predicted(
 ) -> _Prediction:
     """Plan a model, and predict its times on a cluster."""
     # They import torch.
-    from ..conversion import ModelSource
+    from ..conversion import ModelSource, plan_model
     from ..hardware.priced_plans import Choice, PricedPlan, all_choices, priced_plan
 
     model_directory(model, need_weights=False)
     source = ModelSource(model, options["hub"], options["dtype"], options["trust_remote_code"])
     example = options["example_inputs"]
 
-    def solve(
-        ranks: int, pp: int, experts: str, share: Workload, replicas: int, check: bool = False
-    ) -> PricedPlan:
+    def solve(ranks: int, pp: int, experts: str, share: Workload, replicas: int) -> PricedPlan:
         progress.stage(f"tp {ranks}, pp {pp}, experts {experts}")
         solved_for = SolveOptions(
             ranks,
             experts,
             options["sequence_parallel"],
-            check,
+            check and not isinstance(tp, str),
             measure=True,
             pp=pp,
             stages=options["stages"],
@@ -387,16 +385,14 @@ def _predicted(
         best = (choices.fastest, choices.most)
         rows = tuple(predicted_record(each, cluster, load, best) for each in choices.choices)
         table = choices_text(choices, cluster, load)
-        if check:
-            share = load if chosen.predicted is None else replace(load, batch=chosen.predicted.batch)
-            checked = solve(chosen.tp, chosen.pp, chosen.experts, share, chosen.replicas, check=True)
-            chosen = replace(chosen, priced=checked)
     else:
-        priced = solve(tp, options["pp"], options["experts"], load, 1, check)
+        priced = solve(tp, options["pp"], options["experts"], load, 1)
         chosen = Choice(tp, options["pp"], 1, options["experts"], priced, priced.problem)
         rows, table = (predicted_record(chosen, cluster, load),), ""
     assert chosen.priced is not None
     solved = chosen.priced.plan
+    if check and isinstance(tp, str):  # of all choices, only this one
+        solved = plan_model(source, replace(chosen.priced.options, check=True), example, progress)
     if chosen.predicted is None:
         section = f"\nPREDICTED  nothing: {chosen.problem}\n"
     else:

@@ -37,6 +37,8 @@ class PricedPlan:
     """A plan, and its prediction on a cluster."""
 
     plan: Plan
+    options: SolveOptions
+    """The options that it is solved for."""
     predicted: Predicted | None
     problem: str = ""
     """Why nothing could be predicted."""
@@ -105,19 +107,15 @@ def priced_plan(
     def priced(solved_for: SolveOptions) -> PricedPlan:
         return _priced(source, solved_for, cluster, load, example, progress, replicas)
 
-    fewest = replace(options, check=False, fewest_collectives=True)
-    candidates = [(fewest, priced(fewest))]
-    if options.tp > 1 and _replicated(candidates[0][1].plan) > MAX_REPLICATED:
-        usual = replace(options, check=False)
-        candidates.insert(0, (usual, priced(usual)))
+    unchecked = replace(options, check=False)
+    candidates = [priced(replace(unchecked, fewest_collectives=True))]
+    if options.tp > 1 and _replicated(candidates[0].plan) > MAX_REPLICATED:
+        candidates.insert(0, priced(unchecked))
     if links is not None:
-        linked = replace(options, check=False, links=links)
-        candidates.append((linked, priced(linked)))
-    best, result = min(candidates, key=lambda each: _order(each[1]))
-    usual_prediction = None if best is candidates[0][0] else candidates[0][1].predicted
-    if options.check:
-        result = priced(replace(best, check=True))
-    return replace(result, usual=usual_prediction)
+        candidates.append(priced(replace(unchecked, links=links)))
+    usual, best = candidates[0], min(candidates, key=_order)
+    result = priced(replace(best.options, check=True)) if options.check else best
+    return result if best is usual else replace(result, usual=usual.predicted)
 
 
 def _replicated(plan: Plan) -> float:
@@ -188,8 +186,8 @@ def _priced(
 
     plan = plan_model(source, options, example, progress, inspect=inspect)
     if problem:
-        return PricedPlan(plan, None, problem)
-    return PricedPlan(plan, predict(plan, works, cluster, load, replicas))
+        return PricedPlan(plan, options, None, problem)
+    return PricedPlan(plan, options, predict(plan, works, cluster, load, replicas))
 
 
 def all_choices(

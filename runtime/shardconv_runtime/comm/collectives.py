@@ -177,9 +177,9 @@ class ProcessCommunicator(Communicator):
         return _wait(_functional.all_reduce(x, "sum", self._names[axes]))
 
     def _sum_in_place(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
-        _require_memory(x)
         if self._all_reduce is not None:
             return self._sum(x, axes)
+        _require_memory(x)
         dist.all_reduce(x, group=self.groups[axes])
         return x
 
@@ -193,16 +193,16 @@ class ProcessCommunicator(Communicator):
 
     def begin_concatenating(self, x: Tensor, axes: tuple[int, ...]) -> Callable[[], Tensor]:
         """See ``Communicator``."""
-        _require_memory(x)
         if self._through_host:
             return super().begin_concatenating(x, axes)
+        _require_memory(x)
         pending = _functional.all_gather_into_tensor(x.contiguous(), self.num_ranks(axes), self._names[axes])
         return lambda: _wait(pending)
 
     def _reduce_scatter(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
-        _require_memory(x)
         if self._through_host:  # gloo sums CUDA tensors, which is all that this needs
             return super()._reduce_scatter(x, axes)
+        _require_memory(x)
         return _wait(_functional.reduce_scatter_tensor(x, "sum", self.num_ranks(axes), self._names[axes]))
 
 

@@ -49,7 +49,7 @@ def test_times_follow_from_the_work_of_a_rank() -> None:
 
 def priced(token_s: float, load: Workload, devices: int, replicas: int, fits: bool = True) -> PricedPlan:
     predicted = Predicted(devices, replicas, load.batch, 1.0, token_s, 0.0, 0.0, None, None, 9.0, fits)
-    return PricedPlan(PLAN, predicted)
+    return PricedPlan(PLAN, SolveOptions(2), predicted)
 
 
 def test_the_best_choices_are_those_that_fit() -> None:
