@@ -36,15 +36,19 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512)
 DTYPES = (torch.float32, torch.bfloat16)
 MESSAGES = (1 << 12, 1 << 20, 1 << 23)
 """Bytes of the tensors of collectives: as in decoding, and as in a prefill."""
-MODEL_CODE = {"cpu": 8.0, "cuda": 4.0}
-"""Time of an operator in the code of a model, divided by the time in ``_SmallBlock``. On a CPU it is fitted
-on tokens at tp 1 and 2 (``docs/hardware.md``); on a GPU it is assumed, since no file was measured on one."""
-BLOCKS = 50
-"""Blocks of modules with the smallest operators."""
+MODEL_CODE = {"cpu": 2.0, "cuda": 2.5}
+"""Time of an operator in the code of a model, divided by the time in ``_SmallLayer``. On a CPU it is fitted
+on tokens at tp 1 (``docs/hardware.md``); on a GPU it is assumed, since no file was measured on one."""
+LAYERS = 40
+"""Layers with the smallest operators."""
+EVICTING_SIZE = 1024
+"""Rows and columns of the matrices between them, whose 4 MB are more than a core's own cache."""
 ATTENTION_LENGTH = 512
 """Tokens of a prompt."""
 KERNELS = 500
 """Kernels of a CUDA graph, of which one takes microseconds."""
+LEAST_COLLECTIVE_S = 1e-6
+"""For a difference of two times that noise has made negative."""
 FILE_BYTES = 1 << 28
 MAX_PROCESSES = 64
 
@@ -113,30 +117,68 @@ def _rank(rank: int, count: int, scratch: str, result: Path, sizes: Sizes | None
     dist.destroy_process_group()
 
 
+def _nothing() -> None:
+    pass
+
+
 def _products(x: Tensor, matrices: list[Tensor]) -> None:
     for matrix in matrices:
         F.linear(x, matrix)
 
 
-class _SmallBlock(nn.Module):
-    """A norm and two products, written as models are."""
-
-    OPERATORS = 11
-
+class _Norm(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
-        self.up = nn.Linear(width, width, bias=False)
-        self.down = nn.Linear(width, width, bias=False)
-        self.act = nn.SiLU()
 
     def forward(self, x: Tensor) -> Tensor:
         """Return local [1, 1, width]."""
-        y = x.double()
-        variance = y.pow(2).mean(-1, keepdim=True)
-        y = self.weight * (y * torch.rsqrt(variance + 1e-6)).to(x.dtype)
-        z: Tensor = x + self.down(self.act(self.up(y)))
-        return z
+        y = x.float()
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.weight * y.to(x.dtype)
+
+
+class _SmallLayer(nn.Module):
+    """A decoder's layer for one token, so small that only its operators' launches take time.
+
+    Args:
+        before_product: called before each product.
+    """
+
+    OPERATORS = 48.25
+    """Calls of operators, of which a view counts as ``FREE``."""
+    HEADS, WIDTH, PAST = 2, 16, 8
+
+    def __init__(self, before_product: Callable[[], None]) -> None:
+        super().__init__()
+        width, names = self.WIDTH, ("q", "k", "v", "o", "gate", "up", "down")
+        self.before_product = before_product
+        self.norms = nn.ModuleList(_Norm(width) for _ in range(2))
+        self.linears = nn.ModuleDict({name: nn.Linear(width, width, bias=False) for name in names})
+        self.act = nn.SiLU()
+        self.past: Tensor
+        self.register_buffer("past", torch.zeros(1, self.HEADS, self.PAST, width // self.HEADS))
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Return local [1, 1, width]."""
+        y = self.norms[0](x)
+        q, k, v = (self._product(name, y).view(1, 1, self.HEADS, -1).transpose(1, 2) for name in "qkv")
+        q, k = (each * cos + _rotated(each) * sin for each in (q, k))
+        k, v = (torch.cat((self.past, each), 2) for each in (k, v))
+        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape)
+        x = x + self._product("o", y)
+        y = self.norms[1](x)
+        return x + self._product("down", self.act(self._product("gate", y)) * self._product("up", y))
+
+    def _product(self, name: str, x: Tensor) -> Tensor:
+        self.before_product()
+        product: Tensor = self.linears[name](x)
+        return product
+
+
+def _rotated(x: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    return torch.cat((-x[..., half:], x[..., :half]), -1)
 
 
 class _Measured:
@@ -266,12 +308,39 @@ class _Measured:
         return tuple(ProductRate(n, s / len(matrices) / size**2) for n, s in zip(ROWS, shortest, strict=True))
 
     def _operator_s(self) -> float:
-        """Return the seconds of an operator inside of modules; their Python code takes most of the time."""
-        width = 8
-        model = nn.Sequential(*(_SmallBlock(width) for _ in range(BLOCKS))).to(self.device)
-        x = torch.zeros(1, 1, width, device=self.device)
-        block_s = self._seconds(lambda: model(x)) / BLOCKS
-        return MODEL_CODE[self.device.type] * block_s / _SmallBlock.OPERATORS
+        """Return the seconds of an operator inside of modules; their Python code takes most of the time.
+
+        On a host, a large product runs before each small one, as in a model: the code and the data of the
+        operators leave the caches, so that they take two to four times as long.
+        """
+        is_host = self.device.type == "cpu"
+        is_one_thread = is_host and torch.get_num_threads() == 1
+        now = time.thread_time if is_one_thread else time.perf_counter
+        matrices = itertools.cycle(torch.zeros(self.sizes.matrices, EVICTING_SIZE, EVICTING_SIZE))
+        products_s = 0.0
+
+        def large_product() -> None:
+            nonlocal products_s
+            start = now()
+            matrix = next(matrices)
+            F.linear(matrix[:1], matrix)
+            products_s += now() - start
+
+        layers = [_SmallLayer(large_product if is_host else _nothing) for _ in range(LAYERS)]
+        for layer in layers:
+            layer.to(self.device, torch.bfloat16)
+        x = torch.ones(1, 1, _SmallLayer.WIDTH, dtype=torch.bfloat16, device=self.device)
+        angles = x[..., : _SmallLayer.WIDTH // _SmallLayer.HEADS]
+        best = float("inf")
+        for _ in range(ROUNDS * REPEATS):
+            self._synchronize()
+            products_s, start = 0.0, now()
+            for layer in layers:
+                layer(x, angles, angles)
+            self._synchronize()
+            best = min(best, now() - start - products_s)
+        operators = LAYERS * _SmallLayer.OPERATORS
+        return MODEL_CODE[self.device.type] * self._of_slowest(best / operators)
 
     def _kernel_s(self) -> float:
         x = torch.zeros(8, device=self.device)
@@ -305,19 +374,37 @@ class _Measured:
         dist.barrier()
         return FILE_BYTES / seconds
 
+    def _collective_s(self, collective: Callable[[], object], product: Callable[[], object]) -> float:
+        """Return the seconds of a collective in a model.
+
+        There, ranks wait for each other, and on a CPU the threads of gloo sleep during a product, so that a
+        collective between products takes several times as long as one after another.
+        """
+        if self.device.type == "cuda":
+            return self._seconds(collective, alone=False)
+
+        def turns() -> None:
+            product()
+            collective()
+
+        together_s, product_s = (self._seconds(call, alone=False) for call in (turns, product))
+        return max(together_s - product_s, LEAST_COLLECTIVE_S)
+
     def _link(self) -> Link:
         """Return the link that explains the times of collectives best."""
         ranks = self.comm.num_ranks((0,))
         if ranks == 1:
             return Link(self.sizes.copy_bytes / 1e-2, 0.0, 0.0)  # there is no collective
+        matrix = torch.randn(self.sizes.matrix, self.sizes.matrix, device=self.device).to(torch.bfloat16)
+        product = partial(F.linear, matrix[:1], matrix)
         sums, gathers = ([float("inf")] * len(MESSAGES) for _ in range(2))
         for _ in range(ROUNDS):
             for index, num_bytes in enumerate(MESSAGES):
-                x = torch.zeros(num_bytes // 4, device=self.device)
+                x = torch.zeros(num_bytes // 2, dtype=torch.bfloat16, device=self.device)
                 part = x[: len(x) // ranks].clone()
                 reduced = partial(self.comm.all_reduce, x, (0,), overwrite=True)
                 gathered = partial(self.comm.concatenate, part, (0,))
-                reduce_s, gather_s = (self._seconds(call, alone=False) for call in (reduced, gathered))
+                reduce_s, gather_s = (self._collective_s(call, product) for call in (reduced, gathered))
                 sums[index], gathers[index] = min(sums[index], reduce_s), min(gathers[index], gather_s)
         depth = max(1, (ranks - 1).bit_length())
         # A sum takes two rounds of messages, and a gather one. Most collectives of plans are sums.

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
+import torch
 from distributed import run_processes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardconv.hardware import measuring
+from shardconv.hardware.cost_model import FREE
 from shardconv.hardware.machines import devices_text, parse_cluster
+from shardconv.tracing.identities import tensors_in
 
 
 def measure_here(count: int, scratch: str) -> str:
     """Measure with tiny tensors, once each, in a rank that a test has started."""
     measuring.REPEATS = measuring.ROUNDS = 1
     measuring.MIN_S, measuring.ROWS, measuring.MESSAGES = 1e-4, (1, 8), (1 << 10, 1 << 14)
-    measuring.FILE_BYTES, measuring.BLOCKS = 1 << 20, 2
+    measuring.FILE_BYTES, measuring.LAYERS = 1 << 20, 2
     measuring._rank(
         int(os.environ["RANK"]),
         count,
@@ -44,3 +49,24 @@ def test_two_processes_measure_a_cpu(tmp_path: Path) -> None:
     assert device.inside == device.between
     assert device.inside.call_s + device.inside.latency_s > 0
     assert "2 processes" in device.sources[0]
+
+
+class _Launches(TorchDispatchMode):
+    """Count operators, of which views cost less."""
+
+    number = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        storages = {x.untyped_storage().data_ptr() for x in tensors_in(args)}
+        self.number += FREE if tensors_in((result,))[0].untyped_storage().data_ptr() in storages else 1
+        return result
+
+
+def test_the_operators_of_the_small_layer_are_counted() -> None:
+    layer = measuring._SmallLayer(lambda: None).to(torch.bfloat16)
+    x = torch.ones(1, 1, layer.WIDTH, dtype=torch.bfloat16)
+    angles = x[..., : layer.WIDTH // layer.HEADS]
+    with torch.no_grad(), _Launches() as launches:
+        assert layer(x, angles, angles).shape == x.shape
+    assert launches.number == layer.OPERATORS
