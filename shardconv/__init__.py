@@ -14,7 +14,7 @@ from shardconv_runtime.versions import __version__
 
 # These modules import torch and transformers only when they are called, so that the command line
 # answers at once. The function ``convert`` shadows the submodule of its name, which is intended.
-from .arguments import Quantizing, RandomInit, Writing
+from .arguments import OnCluster, Quantizing, RandomInit, Writing
 from .convert import convert, plan
 from .converted.adapt import adapt
 from .converted.push import push
@@ -29,6 +29,7 @@ merge = renamed(_merge, "shardconv.export(SRC, DST, format='hf')")
 
 __all__ = [
     "Hub",
+    "OnCluster",
     "Quantizing",
     "RandomInit",
     "Writing",

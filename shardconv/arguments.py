@@ -5,6 +5,7 @@ Nothing here imports torch or transformers, so that a wrong argument is refused 
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -65,6 +66,34 @@ def quantizing(value: str | Quantizing | None) -> Quantizing | None:
 
 
 @dataclass(frozen=True, slots=True)
+class OnCluster:
+    """The devices that a model is planned for, and the calls whose times decide between its plans.
+
+    Attributes:
+        cluster: hosts x devices x device, such as ``"2x8xH100"``, ``"8xH100"`` or ``"L4"``.
+        context: length of each sequence in tokens.
+        batch: number of sequences.
+        hardware: a file of more devices, which ``shardconv env --measure`` writes.
+    """
+
+    cluster: str
+    context: int = 2048
+    batch: int = 1
+    hardware: str | os.PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("context", "batch"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise OptionError(f"{name} must be a whole number from 1, got {value!r}")
+
+
+def on_cluster(value: str | OnCluster | None) -> OnCluster | None:
+    """Return the value of an argument that may be a cluster alone."""
+    return OnCluster(value) if isinstance(value, str) else value
+
+
+@dataclass(frozen=True, slots=True)
 class ExampleInputs:
     """A call of the model that the user gives, to be traced in place of values that are made up."""
 
@@ -118,6 +147,8 @@ class SolveOptions:
     """Links between the hosts of a stage's ranks; None: all links are alike."""
     fewest_collectives: bool = False
     """Leave more of the model replicated where sharding it costs collectives."""
+    devices: str = ""
+    """The devices that decided the two above, for the plan; empty: none did."""
 
     def __post_init__(self) -> None:
         require_tp(self.tp)

@@ -175,6 +175,7 @@ def _plan_of_complete(
         and fingerprint.fingerprint(plan.code.sources) == plan.code.fingerprint
         and (plan.model.class_name, plan.model.dtype) == (spec.class_name, spec.dtype)
         and (plan.experts, has_sequence_form) == (options.experts, options.sequence_parallel)
+        and plan.devices == options.devices
         and (bool(plan.proven_arguments) or not options.check)  # without any, it may not have been checked
         and set(notes) <= set(plan.notes)
         and not any(entry.packing for entry in plan.parameters)

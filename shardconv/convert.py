@@ -7,11 +7,12 @@ and every error of the arguments must come at once.
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardconv_runtime.checkpoint.model_directory import model_directory
 from shardconv_runtime.default_modes import in_default_modes
-from shardconv_runtime.errors import SourceError
+from shardconv_runtime.errors import OptionError, SourceError
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.hub_options import Hub
 from shardconv_runtime.keywords import Moved, checked_keywords
@@ -19,15 +20,19 @@ from shardconv_runtime.keywords import Moved, checked_keywords
 from .arguments import (
     HUB_FIELDS,
     WRITING_FIELDS,
+    OnCluster,
     Quantizing,
     RandomInit,
     SolveOptions,
     Writing,
+    on_cluster,
     parse_memory,
     parse_ranks,
     parse_size,
     quantizing,
 )
+from .hardware.machines import Cluster, parse_cluster
+from .reporting.plan_lines import Workload
 from .reporting.progress import Progress, Silent
 from .writing.outputs import WriteOptions, prepared
 
@@ -54,6 +59,7 @@ def convert(
     keep_unused: bool = False,
     check: bool = True,
     example_inputs: Example | None = None,
+    on: str | OnCluster | None = None,
     writing: Writing | None = None,
     progress: Progress | None = None,
 ) -> Plan:
@@ -89,6 +95,9 @@ def convert(
         example_inputs: a call of the model to trace and to check: its keyword arguments, a function that
             returns them for a config, or a file. A Python file defines ``example_inputs(config)``; a
             safetensors file has the tensors by name. ``out`` keeps the example.
+        on: the devices, such as ``"2x8xH100"``, or ``OnCluster("2x8xH100", batch=32, context=8192)``. The
+            plan with the shortest predicted time of a token is used, see ``docs/hardware.md``; by default the
+            plan does not depend on devices.
         writing: which files are written, and how: ``Writing(ranks=..., max_file_size=..., ...)``.
         progress: where to report progress.
 
@@ -105,6 +114,7 @@ def convert(
     options = SolveOptions(tp, experts, sequence_parallel, check, measure=True, pp=pp, stages=stages)
     writing = writing or Writing()
     packing = quantizing(quantize)
+    where = _cluster(on, options, packing)
     initial = random_init if isinstance(random_init, RandomInit) else RandomInit()
     draws = bool(random_init)
     write_options = WriteOptions(
@@ -123,9 +133,12 @@ def convert(
     stream = writing.ranks is not None if writing.stream is None else writing.stream
     weights = Weights(draws, initial.seed, keep_unused, stream, packing)
     source = ModelSource(model, hub or Hub(), dtype, trust_remote_code)
-    return convert_model(
-        source, outputs, options, weights, write_options, example_inputs, progress or Silent()
-    )
+    progress = progress or Silent()
+    if where is not None:
+        from .hardware.priced_plans import options_for
+
+        options = options_for(source, options, *where, example=example_inputs, progress=progress)
+    return convert_model(source, outputs, options, weights, write_options, example_inputs, progress)
 
 
 @in_default_modes
@@ -144,6 +157,7 @@ def plan(
     quantize: str | Quantizing | None = None,
     check: bool = False,
     example_inputs: Example | None = None,
+    on: str | OnCluster | None = None,
     progress: Progress | None = None,
 ) -> Plan:
     """Solve a model for ``tp`` ranks from its config, without weights.
@@ -166,6 +180,7 @@ def plan(
         check: simulate the ranks and check the plan, as ``convert`` does.
         example_inputs: a call of the model to trace, see ``convert``. A module that is not of transformers
             needs one.
+        on: the devices that the plan is for, see ``convert``.
         progress: where to report progress.
 
     Raises:
@@ -176,6 +191,7 @@ def plan(
     """
     options = SolveOptions(tp, experts, sequence_parallel, check, measure=True, pp=pp, stages=stages)
     packing = quantizing(quantize)
+    where = _cluster(on, options, packing)
     if isinstance(model, (str, os.PathLike)):
         model_directory(model, need_weights=False)
     else:
@@ -184,7 +200,26 @@ def plan(
     from .conversion import ModelSource, plan_model
 
     source = ModelSource(model, hub or Hub(), dtype, trust_remote_code)
-    return plan_model(source, options, example_inputs, progress or Silent(), packing)
+    progress = progress or Silent()
+    if where is not None:
+        from .hardware.priced_plans import options_for
+
+        options = options_for(source, options, *where, example=example_inputs, progress=progress)
+    return plan_model(source, options, example_inputs, progress, packing)
+
+
+def _cluster(
+    on: str | OnCluster | None, options: SolveOptions, packing: Quantizing | None
+) -> tuple[Cluster, Workload] | None:
+    """Return the devices that a plan is for, and the calls; None: it is for any."""
+    where = on_cluster(on)
+    if where is None:
+        return None
+    if packing is not None:
+        raise OptionError("times of packed weights are not predicted; leave out --quantize or --on")
+    cluster = parse_cluster(where.cluster, None if where.hardware is None else Path(where.hardware))
+    cluster.require(options.tp * options.pp)
+    return cluster, Workload(cluster.device.memory_bytes, context=where.context, batch=where.batch)
 
 
 def plan_to_load(

@@ -158,6 +158,7 @@ def _solved(
 
     used = run if options.check else run.as_in_training()
     plan = _solved_run(spec, options, grains, used, tell, with_fewer_positions)
+    plan = replace(plan, devices=options.devices)
     if inspect is not None:
         inputs = without_extra_outputs(run.inputs) if options.pp > 1 else run.inputs
         inspect(plan, run.model, inputs, run.bypasses)

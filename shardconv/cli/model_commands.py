@@ -30,6 +30,7 @@ from .export_command import plan_text
 from .options import (
     RenamedOptions,
     auto_tp_option,
+    cluster_options,
     device_options,
     example_option,
     experts_option,
@@ -37,6 +38,7 @@ from .options import (
     initial_options,
     json_option,
     model_options,
+    on_cluster_from,
     part_options,
     print_complete,
     print_errors,
@@ -73,6 +75,7 @@ OLD_FORMATS = {"json": "plan", "tp_plan": "tp_plan", "shards": "shards"}
 @initial_options
 @quantize_options
 @example_option
+@cluster_options
 @click.option("--no-check", is_flag=True, help="Skip the numerical check.")
 @json_option
 @model_options
@@ -98,10 +101,12 @@ def convert_command(
       shardconv convert org/large --tp 8 --ranks 0-3 out/    # 4-7 on another machine
       shardconv convert ./my-robot --trust-remote-code --example-inputs call.py out/ --tp 2
       shardconv convert org/large --tp 8 --quantize fp8 out/
+      shardconv convert org/large --tp 16 --on 2x8xH100 --batch 32 --context 8192 out/
       shardconv convert --random-init --seed 7 my-config/ out/ --tp 8
       shardconv convert s3://bucket/model --tp 8 s3://bucket/model-tp8
     """
     parse_ranks(options["ranks"], tp * options["pp"])  # here too, before the libraries are imported
+    options["on"] = on_cluster_from(options)
     seed, random_init = options.pop("seed"), options.pop("random_init")
     if seed is not None and not random_init:
         raise click.UsageError("--seed is for the weights of a new model; add --random-init, or leave it out")
@@ -322,11 +327,7 @@ def _cluster(
     cluster = parse_cluster(on, None if hardware is None else Path(hardware))
     if options["quantize"] is not None:
         raise click.UsageError("--on predicts no times of packed weights; leave out --quantize or --on")
-    ranks = 1 if isinstance(tp, str) else tp * options["pp"]
-    if ranks > cluster.num_devices:
-        raise click.UsageError(
-            f"--on {on} has {cluster.num_devices} devices for {ranks} ranks; name more hosts or devices"
-        )
+    cluster.require(1 if isinstance(tp, str) else tp * options["pp"])
     if isinstance(tp, str) and options["stages"]:
         raise click.UsageError("--stages is for a number of stages; leave it out with --tp auto --on")
     return cluster

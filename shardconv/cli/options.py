@@ -28,6 +28,7 @@ from ..arguments import (
     HUB_FIELDS,
     SCHEMES,
     WRITING_FIELDS,
+    OnCluster,
     Quantizing,
     Writing,
     parse_memory,
@@ -215,18 +216,53 @@ auto_tp_option = click.option(
     "predicts all ways to divide the devices.",
 )
 
+hardware_option = click.option(
+    "--hardware",
+    type=click.Path(exists=True, dir_okay=False),
+    metavar="FILE",
+    help="File of more devices for --on, which shardconv env --measure FILE writes.",
+)
+
+call_options = together(
+    click.option(
+        "--context",
+        type=click.IntRange(1),
+        metavar="N",
+        help="Length of each sequence in tokens, including the prompt.",
+    ),
+    click.option("--batch", type=click.IntRange(1), metavar="N", help="Number of sequences.  [default: 1]"),
+)
+
+cluster_options = together(
+    click.option(
+        "--on",
+        metavar="CLUSTER",
+        help="Choose the plan that is predicted to be the fastest on hosts x devices x device, for example "
+        "2x8xH100.  [default: the plan for any devices]",
+    ),
+    hardware_option,
+    call_options,
+)
+
+
+def on_cluster_from(options: dict[str, Any]) -> OnCluster | None:
+    """Take ``cluster_options`` out of the options of a command."""
+    on, values = options.pop("on"), {name: options.pop(name) for name in ("hardware", "context", "batch")}
+    given = {name: value for name, value in values.items() if value is not None}
+    if on is not None:
+        return OnCluster(on, **given)
+    for name in given:
+        raise click.UsageError(f"--{name} is for --on; add that, for example --on 2x8xH100")
+    return None
+
+
 device_options = together(
     click.option(
         "--on",
         metavar="CLUSTER",
         help="Predict times on hosts x devices x device, for example 2x8xH100, 8xA100-80GB or L4.",
     ),
-    click.option(
-        "--hardware",
-        type=click.Path(exists=True, dir_okay=False),
-        metavar="FILE",
-        help="File of more devices for --on, which shardconv env --measure FILE writes.",
-    ),
+    hardware_option,
     click.option(
         "--device-memory",
         metavar="SIZE",
@@ -240,13 +276,7 @@ device_options = together(
         callback=checked(optional(parse_size)),
         help="Device memory to keep free.  [default: 2GB]",
     ),
-    click.option(
-        "--context",
-        type=click.IntRange(1),
-        metavar="N",
-        help="Length of each sequence in tokens, including the prompt.",
-    ),
-    click.option("--batch", type=click.IntRange(1), metavar="N", help="Number of sequences.  [default: 1]"),
+    call_options,
 )
 
 experts_option = click.option(

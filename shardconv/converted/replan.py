@@ -127,9 +127,10 @@ def _require_same_layout(files: ConvertedFiles, found: Manifest, old: Plan, new:
     trusted."""
     layout = layout_sha256(new)
     if layout != layout_sha256(old):
+        where = f", --on (its plan is for {old.devices})" if old.devices else ""
         raise PlanError(
             f"{files.name}: {_first_difference(old, new)}, so the shards cannot be kept; "
-            f"convert {found.source.name} again, with --tp {found.tp} and --overwrite"
+            f"convert {found.source.name} again, with --tp {found.tp}{where} and --overwrite"
         )
     for entry in found.files:
         if entry.path.endswith(".safetensors"):

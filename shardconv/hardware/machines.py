@@ -134,6 +134,13 @@ class Cluster:
         """Return the number of the host of a rank."""
         return rank // self.devices
 
+    def require(self, ranks: int) -> None:
+        """Raise ``ShardconvError`` if there are fewer devices than ranks."""
+        if ranks > self.num_devices:
+            raise OptionError(
+                f"{self.name} has {self.num_devices} devices for {ranks} ranks; name more hosts or devices"
+            )
+
     def spread(self, ranks: Sequence[int]) -> Spread:
         """Return how ranks are distributed over hosts."""
         counts: dict[int, int] = {}

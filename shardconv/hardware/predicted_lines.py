@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..reporting.plan_lines import Workload, aligned
 from ..reporting.records import PredictedReport
-from ..reporting.summary import human_bytes
+from ..reporting.summary import human_bytes, seconds_text
 from .machines import Cluster
 
 if TYPE_CHECKING:
@@ -56,13 +56,6 @@ def predicted_lines(
 
 def _line(head: str, time: str, kind: str, rest: str) -> str:
     return f"  {head:<15}{time:>9} (±{ERRORS[kind]:.0%})  {rest}"
-
-
-def seconds_text(seconds: float) -> str:
-    """Return a time with three digits, such as ``1.71 ms``."""
-    if seconds < 1e-3:
-        return f"{seconds * 1e6:.3g} us"
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
 HEAD = ("", "tp", "pp", "replicas", "experts", "fits", "prefill", "token", "tokens/s", "a device's", "start")

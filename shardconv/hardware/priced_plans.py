@@ -22,6 +22,7 @@ from ..inputs.trace_inputs import TraceInputs
 from ..planning.solve import MAX_REPLICATED
 from ..reporting.plan_lines import Workload
 from ..reporting.progress import Progress
+from ..reporting.summary import seconds_text
 from ..simulation.layer_bypass import Bypass
 from ..simulation.memory_measurement import NotMeasured
 from .machines import Cluster
@@ -107,15 +108,48 @@ def priced_plan(
     def priced(solved_for: SolveOptions) -> PricedPlan:
         return _priced(source, solved_for, cluster, load, example, progress, replicas)
 
-    unchecked = replace(options, check=False)
-    candidates = [priced(replace(unchecked, fewest_collectives=True))]
-    if options.tp > 1 and _replicated(candidates[0].plan) > MAX_REPLICATED:
-        candidates.insert(0, priced(unchecked))
+    usual_options = replace(options, check=False)
+    known = replace(usual_options, devices=_described(cluster, load))
+    fewest = priced(replace(known, fewest_collectives=True))
+    if options.tp > 1 and _replicated(fewest.plan) > MAX_REPLICATED:
+        usual = priced(usual_options)
+        candidates = [usual, fewest]
+    else:  # the two are the same plan
+        usual = replace(fewest, plan=replace(fewest.plan, devices=""), options=usual_options)
+        candidates = [usual]
     if links is not None:
-        candidates.append(priced(replace(unchecked, links=links)))
-    usual, best = candidates[0], min(candidates, key=_order)
+        candidates.append(priced(replace(known, links=links)))
+    best = min(candidates, key=_order)
     result = priced(replace(best.options, check=True)) if options.check else best
     return result if best is usual else replace(result, usual=usual.predicted)
+
+
+def options_for(
+    source: ModelSource,
+    options: SolveOptions,
+    cluster: Cluster,
+    load: Workload,
+    *,
+    example: Example | None,
+    progress: Progress,
+) -> SolveOptions:
+    """Return the options with which a model has the plan with the shortest predicted time of a token."""
+    progress.stage(f"predicting times on {cluster.name}")
+    unchecked = replace(options, check=False)
+    best = priced_plan(source, unchecked, cluster, load, example=example, progress=progress)
+    if best.predicted is None:
+        progress.stage(f"no times could be predicted, so the plan is for any devices: {best.problem}")
+    elif best.usual is None:
+        progress.stage(f"on {cluster.name}, no other plan is predicted to be faster than the usual one")
+    else:
+        token, usual = (seconds_text(each.token_s) for each in (best.predicted, best.usual))
+        progress.stage(f"the plan is for {cluster.name}: {token} a token; the usual one takes {usual}")
+    return replace(best.options, check=options.check)
+
+
+def _described(cluster: Cluster, load: Workload) -> str:
+    """Return the devices and the calls that decide a plan."""
+    return f"{cluster.name}, batch {load.batch}, context {load.context or 1}"
 
 
 def _replicated(plan: Plan) -> float:

@@ -91,9 +91,10 @@ class Summary:
 
 
 def all_notes(plan: Plan) -> tuple[str, ...]:
-    """Return the notes of a plan; the first says why it cannot be trained, if it cannot."""
+    """Return the notes of a plan; the first say why it cannot be trained, and which devices decided it."""
     why = (f"for inference only: {plan.inference_only}",) if plan.inference_only else ()
-    return (*why, *plan.notes)
+    where = (f"planned for {plan.devices}: predicted to be faster there",) if plan.devices else ()
+    return (*why, *where, *plan.notes)
 
 
 def summarize(plan: Plan) -> Summary:
@@ -250,6 +251,13 @@ def collective_steps(module: ModulePlan, dtype: str) -> Iterable[tuple[str, str,
         statistics = {"layer": 2}.get(module.norm.kind, 1)
         compute_dtype = module.norm.compute_dtype
         yield "all_reduce", "statistic", statistics, dtype if compute_dtype == "input" else compute_dtype
+
+
+def seconds_text(seconds: float) -> str:
+    """Return a time with three digits, such as ``1.71 ms``."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.3g} us"
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
 def human_bytes(num_bytes: float) -> str:

@@ -234,6 +234,7 @@ def settings_of(plan: Plan) -> Settings:
         "pp": num_stages(plan),
         "dtype": plan.model.dtype,
         "experts": plan.experts,
+        "devices": plan.devices,
         "sequence_parallel": plan.training is not None and plan.training.sequence is not None,
     }
 

@@ -12,9 +12,11 @@ import torch
 import transformers
 from checkpoints import save, save_causal
 from one_and_ranks import Use, of_one, of_ranks, require_same
+from shardconv_runtime.errors import ShardconvError
 from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.dims import leaves
 
+import shardconv
 from shardconv import cli
 from shardconv.hardware.machines import Device, Link, devices_text
 
@@ -96,6 +98,23 @@ def planned(save_model: Callable[[Path], Path], tp: int, link: float | None, roo
 def test_logits_of_two_hosts(tmp_path: Path) -> None:
     model, file = planned(dense, 2, 1e8, tmp_path)
     require_same([logits], of_one(model, [logits]), of_ranks(model, [logits], plan=file))
+
+
+def test_a_conversion_for_two_hosts(tmp_path: Path) -> None:
+    """The plan is proven and stored; the same options continue it, and others are told apart by name."""
+    model, out, hardware = dense(tmp_path / "model"), tmp_path / "out", tmp_path / "devices.json"
+    hardware.write_text(devices_text([replace(DEVICE, between=Link(1e8, 0.0, 0.0))]))
+    here = shardconv.OnCluster("2x1xD", context=64, batch=8, hardware=hardware)
+    plan = shardconv.convert(model, out, 2, on=here)
+    assert plan.devices == "2x1xD, batch 8, context 64"
+    assert plan.proven_arguments
+    matrices = [is_over_hosts(entry) for entry in plan.parameters if len(entry.dims) > 1]
+    assert (any(matrices), all(matrices)) == (True, False)
+    require_same([logits], of_one(model, [logits]), of_ranks(out, [logits]))
+    assert shardconv.convert(model, out, 2, on=here) == plan
+    with pytest.raises(ShardconvError, match="devices"):
+        shardconv.convert(model, out, 2)
+    shardconv.verify(out, against=model)
 
 
 @pytest.mark.slow

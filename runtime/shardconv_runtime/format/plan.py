@@ -511,6 +511,8 @@ class Plan:
     """The stages of a pipeline; each stage is sharded over its own ``tp`` ranks. None: there is one stage."""
     memory: MemoryPlan | None = None
     """Memory that a rank needs in addition to its weights; None if it could not be measured."""
+    devices: str = ""
+    """The devices and the calls whose predicted times decided the plan; empty: it is for any devices."""
     notes: tuple[str, ...] = ()
     """Notes for a person: opaque modules, guessed values, operators without a rule."""
     version: int = VERSION
@@ -526,6 +528,7 @@ class Plan:
         if self.training is not None and self.inference_only:
             fail("inference_only", "must be empty, since the plan has a training part")
         check_text("inference_only", self.inference_only)
+        check_text("devices", self.devices)
         for index, note in enumerate(self.notes):
             check_text(f"notes[{index}]", note)
 

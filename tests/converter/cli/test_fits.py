@@ -127,7 +127,7 @@ def run(*arguments: str) -> Result:
         (["--tp", "2", "--device-memory", "80XB"], "'80XB' is not a size; write it as 5GB or 500MB"),
         (["--tp", "2", "--device-memory", "1GB"], "leaves nothing of --device-memory 1,000,000,000 bytes"),
         (["--tp", "some", "--device-memory", "80GB"], "'some' is not a valid integer"),
-        (["--tp", "4", "--on", "2xH100"], "--on 2xH100 has 2 devices for 4 ranks; name more hosts"),
+        (["--tp", "4", "--on", "2xH100"], "2xH100 has 2 devices for 4 ranks; name more hosts"),
         (["--tp", "2", "--hardware", __file__], "--hardware is for --on"),
         (["--tp", "2", "--on", "2xH100", "--quantize", "fp8"], "--on predicts no times of packed weights"),
         (["--tp", "auto", "--on", "2xH100", "--stages", "0-1"], "leave it out with --tp auto --on"),

@@ -16,12 +16,13 @@ from shardconv.arguments import SolveOptions
 from shardconv.conversion import ModelSource
 from shardconv.hardware.cost_model import collective_seconds
 from shardconv.hardware.machines import Cluster, parse_cluster
-from shardconv.hardware.predicted_lines import choices_text, predicted_lines, seconds_text
+from shardconv.hardware.predicted_lines import choices_text, predicted_lines
 from shardconv.hardware.predictions import OPTIMIZER_PASSES, START_S, Predicted, StageWork, predict
 from shardconv.hardware.priced_plans import PricedPlan, all_choices, priced_plan
 from shardconv.hardware.rank_work import CallWork, CollectiveWork, OperatorWork, RankWork
 from shardconv.reporting.plan_lines import Workload, weight_bytes
 from shardconv.reporting.progress import Silent
+from shardconv.reporting.summary import seconds_text
 
 CLUSTER = Cluster(2, 2, DEVICE)
 PLAN = hand_plan(small_config(), 2)
@@ -111,5 +112,6 @@ def test_a_plan_for_a_cluster_has_fewer_collectives_where_they_take_longer(tmp_p
     assert chosen.predicted is not None
     assert chosen.usual is not None
     assert chosen.predicted.token_s < chosen.usual.token_s
+    assert chosen.plan.devices == "1x2xH100, batch 1, context 64"
     told = "\n".join(predicted_lines(chosen.predicted, cluster, load, chosen.usual))
     assert f"the usual one takes {seconds_text(chosen.usual.token_s)} a token" in told
