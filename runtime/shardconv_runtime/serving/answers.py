@@ -15,15 +15,16 @@ from typing import Any
 import torch
 
 from ..errors import ShardconvError
+from .answer_forms import AnswerPiece
 from .bounded_calls import BoundedCalls
 from .call_syntax import CallSyntax
 from .grammars import PACKAGE, SLOW
 from .media import Images
-from .message_parser import MessageDelta, MessageParser
+from .message_parser import MessageParser
 from .metrics import Metrics
 from .outside_batch import Job
 from .response_templates import ResponseTemplate
-from .schemas import BadRequest, Sampling, TokenLogprob
+from .schemas import BadRequest, Sampling
 from .text_streams import TextStream
 from .token_texts import TokenTexts
 
@@ -129,29 +130,6 @@ class AnswerOptions:
         if seed is None or number == 0:
             return self
         return replace(self, sampling=replace(self.sampling, seed=(seed + number) % 2**63))
-
-
-@dataclass(frozen=True)
-class AnswerPiece:
-    """A part of an answer."""
-
-    text: str
-    num_tokens: int
-    """The number of tokens of the answer so far."""
-    finish_reason: str | None = None
-    """``stop`` or ``length`` in the last one."""
-    logprobs: tuple[TokenLogprob, ...] = ()
-    """The logprobs of the tokens since the piece before, if they were asked for."""
-    is_cut: bool = False
-    """The answer ends here for another reason than that the model has ended it."""
-    message: MessageDelta | None = None
-    """The new parts of the message if the answer is parsed."""
-    end_text: str = ""
-    """The text of the token with which the model has ended the answer, if it is left out of ``text``."""
-    num_cached_tokens: int | None = None
-    """The number of tokens of the prompt that were in the cache; None if the cache does not share."""
-    num_reasoning_tokens: int = 0
-    """The number of tokens of the reasoning so far, if the answer is parsed."""
 
 
 class AnswerFailed(Exception):

@@ -18,8 +18,8 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response, Streami
 from starlette.exceptions import HTTPException
 
 from ..versions import __version__
-from .answer_forms import AnswerForm, kind_of_error
-from .answers import RETRY_AFTER_S, AnswerFailed, AnswerOptions, AnswerPiece, Served, answer, parsed
+from .answer_forms import AnswerForm, AnswerPiece, kind_of_error
+from .answers import RETRY_AFTER_S, AnswerFailed, AnswerOptions, Served, answer, parsed
 from .body_limit import BodyLimit
 from .chat_grammars import chat_constraint
 from .chat_request import ChatRequest
@@ -199,7 +199,8 @@ async def _respond(
     form: AnswerForm | ResponseForm
     if asked is None:
         form = AnswerForm(
-            served,
+            served.name,
+            served.token_texts,
             is_chat,
             prompts,
             len(answers),
@@ -208,7 +209,7 @@ async def _respond(
             has_usage=body.stream_options is not None and body.stream_options.include_usage,
         )
     else:
-        form = ResponseForm(served, asked, len(prompts[0]))
+        form = ResponseForm(served.name, asked, len(prompts[0]))
     pieces = merged(answers)
     if body.stream:
         first = await anext(pieces)  # invalid requests are refused before the stream begins
