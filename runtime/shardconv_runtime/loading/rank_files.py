@@ -37,7 +37,7 @@ from ..format.plan import Plan, local_shape, parameter_plans
 from ..format.stored_layout import is_common, layout_sha256, stored_plans
 from ..parallel.build import retie, stored_tensors
 from ..parallel.fused_products import refresh_fused
-from ..parallel.vocabulary_rows import VocabularyRows
+from ..parallel.row_ids import VocabularyRows
 from .transform import RankModel, Tensors
 
 
