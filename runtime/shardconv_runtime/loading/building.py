@@ -81,13 +81,16 @@ class ModelBuilder:
         """Return a builder of the same model with other adapters."""
         return replace(self, checked=replace(self.checked, adapters=adapters))
 
+    def unsharded_model(self) -> nn.Module:
+        """Return the model of global shapes on meta, without quantization and without adapters."""
+        return unsharded(self.checked, self.options)[1]
+
     def unsharded_wrapper(self) -> nn.Module:
         """Return a ``peft.PeftModel`` of global shapes on meta, with new adapters of the same configs."""
         assert self.checked.adapters is not None, "it has some"
         configs = {name: each.adapter.config for name, each in self.checked.adapters.adapters.items()}
         new = {name: Adapter(config) for name, config in configs.items()}
-        _, model = unsharded(self.checked, self.options)
-        return attach(model, new, trainable=True, initialized=False).wrapper
+        return attach(self.unsharded_model(), new, trainable=True, initialized=False).wrapper
 
     def model(self, stored: Stored | None = None) -> nn.Module:
         """Build the model. Every process calls it, and all raise if one has an error.
