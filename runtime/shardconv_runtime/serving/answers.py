@@ -339,6 +339,7 @@ def _add(
             streaming=True,
             eos_token_id=sorted(ends) or -1,
             sampling=wanted.sampling,
+            num_prompt_tokens=len(prompt),
         )
     except ShardconvError as error:
         _forget(served, name)

@@ -50,7 +50,7 @@ def answer(processor: RequestProcessor, states: list[RequestState], steps: int) 
 
 
 def asked(name: str, sampling: Sampling) -> RequestState:
-    return RequestState(name, [5, 6], logit_processor_kwargs={"sampling": sampling})
+    return RequestState(name, [5, 6], logit_processor_kwargs={"sampling": sampling, "num_prompt_tokens": 2})
 
 
 def test_answers_follow_their_schemas(processor: RequestProcessor, tokenizer: Any) -> None:

@@ -26,7 +26,7 @@ def model() -> Any:
 
 
 def state(name: str, prompt: list[int], sampling: Sampling | None) -> RequestState:
-    options = {} if sampling is None else {"sampling": sampling}
+    options = {} if sampling is None else {"sampling": sampling, "num_prompt_tokens": len(prompt)}
     return RequestState(name, list(prompt), logit_processor_kwargs=options)
 
 
