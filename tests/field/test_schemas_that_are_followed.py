@@ -139,7 +139,9 @@ class Step:
         self.processor = RequestProcessor(None)
         self.processor.grammars = grammars
         self.states = {
-            name: RequestState(name, [5], logit_processor_kwargs={"sampling": sampling, "num_prompt_tokens": 1})
+            name: RequestState(
+                name, [5], logit_processor_kwargs={"sampling": sampling, "num_prompt_tokens": 1}
+            )
             for name, sampling in asked.items()
         }
         for name in asked:

@@ -145,7 +145,7 @@ def test_nothing_is_compiled(llama: Case, monkeypatch: pytest.MonkeyPatch) -> No
     assert not implementations.wrong_others(llama)
     assert ran == ["flex_attention"]
     assert torch.compile is compiled
-    with pytest.raises(AssertionError, match="flex_attention .* is compiled"):
+    with pytest.raises(AssertionError, match="flex_attention"):
         attention(False)()()
 
 
