@@ -59,6 +59,7 @@ RUNTIME_ORDER = (
     "format",
     "packed",
     "comm",
+    "storage",
     "files",
     "pp.stage_link",
     "pp.stage_processes",

@@ -23,10 +23,10 @@ from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, R
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from shardconv_runtime.errors import OptionError, ShardconvError, SourceError
-from shardconv_runtime.files.hub_errors import explain, hub_error, hub_failure, is_temporary
-from shardconv_runtime.files.hub_time_limits import bounded
-from shardconv_runtime.files.remote_files import RemoteFile
 from shardconv_runtime.hub_options import option
+from shardconv_runtime.storage.hub_errors import explain, hub_error, hub_failure, is_temporary
+from shardconv_runtime.storage.hub_time_limits import bounded
+from shardconv_runtime.storage.remote_files import RemoteFile
 
 from ..reporting.progress import Advance
 from .published import HubFile, Item, Tree

@@ -13,7 +13,6 @@ from ..adapters.attaching import Adapter, attach
 from ..comm import agreement
 from ..comm.collectives import AllReduce, Communicator, ProcessCommunicator
 from ..comm.mesh import Launch, can_capture, connect
-from ..files.reading import with_rows
 from ..format.fused_groups import adjacent_tensors
 from ..format.plan import Plan
 from ..format.plan_json import of_sequence, of_stage
@@ -23,6 +22,7 @@ from ..inference.compiling import compile_model, compile_stage
 from ..loaded import Loaded, remember, unwrapped
 from ..parallel.boundary import settle_hooks
 from ..pp.stage_processes import StageProcesses
+from ..storage.reading import with_rows
 from ..training.prepare import backward_axes
 from ..training.replica_comparison import compare_replicas
 from . import rank_files
