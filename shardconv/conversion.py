@@ -26,9 +26,9 @@ from shardconv_runtime.format.header import dtype_name
 from shardconv_runtime.format.plan import Plan, parameter_plans
 from shardconv_runtime.hub_options import Hub
 from shardconv_runtime.library_logging import without_library_logging
+from shardconv_runtime.meta.meta_model import build_model, tied_names
 from shardconv_runtime.packed.formats import quant_method, settings_of_scheme
 from shardconv_runtime.parallel.build import stored_tensors
-from shardconv_runtime.parallel.meta_model import build_model, tied_names
 from shardconv_runtime.versions import tool_versions
 
 from .arguments import Quantizing, SolveOptions

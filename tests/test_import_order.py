@@ -64,6 +64,7 @@ RUNTIME_ORDER = (
     "pp.stage_link",
     "pp.stage_processes",
     "loaded",
+    "meta",
     "parallel",
     "pp.placeholders",
     "pp.stage_guards",

@@ -27,8 +27,8 @@ from ..files.stored_copies import StoredCopy
 from ..format import plan_json
 from ..format.plan import Plan
 from ..hub_options import Hub
+from ..meta.meta_model import build_model, find_class
 from ..option_values import Communication, Compiling, Planning, Training
-from ..parallel.meta_model import build_model, find_class
 from ..storage.reading import Span
 from . import rank_files
 from .data_sharding import DataSharding

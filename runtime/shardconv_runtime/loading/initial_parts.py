@@ -21,9 +21,9 @@ from ..default_modes import in_default_modes
 from ..errors import RefusedCallError
 from ..format.plan import parameter_plans
 from ..loaded import Loaded, loaded
+from ..meta.recorded_construction import Construction
 from ..parallel.build import stored_tensors
 from ..parallel.local_modules import local_view
-from ..parallel.recorded_construction import Construction
 
 METHOD = "initialize_weights"
 """The method of transformers that ``init_weights`` and ``post_init`` call."""
