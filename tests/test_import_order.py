@@ -77,6 +77,7 @@ RUNTIME_ORDER = (
     "pp",
     "inference",
     "loading",
+    "openai_api",
     "serving",
     "serve",
     "generate",

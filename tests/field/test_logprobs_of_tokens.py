@@ -22,9 +22,9 @@ from transformers import PreTrainedTokenizerFast
 pytest.importorskip("fastapi")
 pytest.importorskip("prometheus_client")
 
-from shardconv_runtime.serving.answer_forms import AnswerForm, AnswerPiece
-from shardconv_runtime.serving.schemas import TokenLogprob
-from shardconv_runtime.serving.token_texts import BYTE_OF, TokenTexts
+from shardconv_runtime.openai_api.answer_forms import AnswerForm, AnswerPiece
+from shardconv_runtime.openai_api.schemas import TokenLogprob
+from shardconv_runtime.openai_api.token_texts import BYTE_OF, TokenTexts
 
 
 def byte_level() -> Any:

@@ -15,18 +15,18 @@ from typing import Any
 import torch
 
 from ..errors import ShardconvError
-from .answer_forms import AnswerPiece
+from ..openai_api.answer_forms import AnswerPiece
+from ..openai_api.call_syntax import CallSyntax
+from ..openai_api.message_parser import MessageParser
+from ..openai_api.response_templates import ResponseTemplate
+from ..openai_api.schemas import BadRequest, Sampling
+from ..openai_api.text_streams import TextStream
+from ..openai_api.token_texts import TokenTexts
 from .bounded_calls import BoundedCalls
-from .call_syntax import CallSyntax
 from .grammars import PACKAGE, SLOW
 from .media import Images
-from .message_parser import MessageParser
 from .metrics import Metrics
 from .outside_batch import Job
-from .response_templates import ResponseTemplate
-from .schemas import BadRequest, Sampling
-from .text_streams import TextStream
-from .token_texts import TokenTexts
 
 RETRY_AFTER_S = 2
 """Seconds that a client is told to wait if too many requests are answered."""

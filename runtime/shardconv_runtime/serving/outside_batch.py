@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria, StoppingCriteriaList
 
 from ..errors import LaunchError, brief
+from ..openai_api.schemas import Sampling
 from .request_sampling import RequestProcessor
-from .schemas import Sampling
 
 LOG = logging.getLogger(__name__)
 

@@ -28,8 +28,8 @@ from transformers import (
 from transformers.generation.continuous_batching import cb_logits_processors
 
 from ..errors import ShardconvError
+from ..openai_api.schemas import DEFAULT_FIELDS, Sampling, TokenLogprob
 from .grammars import NO_TOKEN, SLOW
-from .schemas import DEFAULT_FIELDS, Sampling, TokenLogprob
 
 HONORED = (*DEFAULT_FIELDS, "do_sample", "eos_token_id")
 NOT_OF_TOKENS = (

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from hostile_requests import CHARACTERS, letters
+from shardconv_runtime.openai_api.schemas import BadRequest, CompletionRequest, Constraint, Sampling
 from shardconv_runtime.serving.grammars import MOST_CHARACTERS, Grammars
 from shardconv_runtime.serving.request_sampling import RequestProcessor
-from shardconv_runtime.serving.schemas import BadRequest, CompletionRequest, Constraint, Sampling
 from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState
 
 pytest.importorskip("xgrammar")
