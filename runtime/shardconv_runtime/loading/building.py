@@ -23,6 +23,7 @@ from ..loaded import Loaded, remember, unwrapped
 from ..parallel.boundary import settle_hooks
 from ..pp.stage_processes import StageProcesses
 from ..storage.reading import with_rows
+from ..training.initial_parts import attach_initializing
 from ..training.prepare import backward_axes
 from ..training.replica_comparison import compare_replicas
 from . import rank_files
@@ -30,7 +31,6 @@ from .by_plan import local_tensors
 from .call_guards import guard
 from .checked_source import CheckedSource, LoadOptions, generation_config_of, stays_packed, unsharded
 from .in_memory import tensors_in_memory
-from .initial_parts import attach_initializing
 from .model_transforms import Adapters, Dtypes, Fusing, Generation, TensorParallel
 from .packed_models import PackedParameters
 from .resized_vocabulary import attach_resizing

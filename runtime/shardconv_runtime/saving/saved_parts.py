@@ -21,7 +21,7 @@ from ..errors import RefusedCallError
 from ..format.plan import parameter_plans
 from ..loaded import loaded
 from ..parallel.build import owner_of, retie, stored_tensors
-from ..saving.gathering import gathered_on_rank_0, why_not_gathered
+from .gathering import gathered_on_rank_0, why_not_gathered
 
 METHOD = "save_pretrained"
 
