@@ -40,6 +40,7 @@ CONVERTER_ORDER = (
     "fitting",
     "launching",
     "converted",
+    "hub",
     "exports",
     "old_names",
     "__init__",

@@ -44,8 +44,8 @@ from shardconv_runtime.storage import remote_files
 
 import shardconv
 from shardconv import cli
-from shardconv.converted import branch
 from shardconv.exports import vllm_files
+from shardconv.hub import branch
 from shardconv.writing import streamed_files
 
 pytest.importorskip("obstore")

@@ -23,7 +23,7 @@ from shardconv_runtime.storage import hub_time_limits, remote_files
 
 import shardconv
 from shardconv import cli
-from shardconv.converted import branch
+from shardconv.hub import branch
 
 REPO = "user/model"
 SHORT_S, LIMIT_S = 0.5, 12.0

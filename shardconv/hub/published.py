@@ -14,7 +14,7 @@ from shardconv_runtime.files.tp_folders import Folder
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.storage.file_access import WeightFile, read_bytes
 
-from .shards import of_all_stages
+from ..converted.shards import of_all_stages
 
 
 @dataclass(frozen=True, slots=True)
