@@ -22,8 +22,8 @@ from shardconv_runtime.files import manifest
 from shardconv_runtime.files.model_config import read_config
 from shardconv_runtime.inference.compiling import compile_model
 from shardconv_runtime.inference.generation import DECODER, prepare_generation
+from shardconv_runtime.meta.meta_model import build_model, find_class
 from shardconv_runtime.parallel.build import parallelize, retie
-from shardconv_runtime.parallel.meta_model import build_model, find_class
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

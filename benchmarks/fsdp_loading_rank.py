@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 IN_PARTS, SPLIT, THEIRS = "in parts", "split", "transformers"
-MORE_IMPORTS = ("shardconv_runtime.loading.data_sharding", "shardconv_runtime.files.pinned_reading")
+MORE_IMPORTS = ("shardconv_runtime.loading.data_sharding", "shardconv_runtime.storage.pinned_reading")
 Load = Callable[[Path, int], Any]
 
 
@@ -92,9 +92,9 @@ class HostMemory:
 
 def read_through_buffers() -> None:
     """Let ``load`` read as it does for a GPU, and nothing ahead: all calls of read are the model's."""
-    from shardconv_runtime.files import reading
-    from shardconv_runtime.files.pinned_reading import staged
     from shardconv_runtime.loading import rank_files
+    from shardconv_runtime.storage import reading
+    from shardconv_runtime.storage.pinned_reading import staged
 
     def tensors(shards: Any, device: object, adjacent: Any = ()) -> Iterator[tuple[str, Tensor]]:
         yield from staged(shards, HostMemory(), adjacent)  # type: ignore[arg-type]

@@ -18,8 +18,8 @@ from shardconv_runtime.comm.collectives import Communicator, ProcessCommunicator
 from shardconv_runtime.comm.mesh import Launch
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.inference.generation import prepare_generation
+from shardconv_runtime.meta.meta_model import build_model
 from shardconv_runtime.parallel.build import owner_of, parallelize, retie, stored_tensors
-from shardconv_runtime.parallel.meta_model import build_model
 from synthetic import Shape
 from torch import Tensor
 

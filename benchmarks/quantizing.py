@@ -89,7 +89,7 @@ from shardconv_runtime.packed.formats import format_of_checkpoint, packing_forma
 settings = settings_of_scheme({scheme!r}, "bfloat16")
 model = torch.nn.Module()
 import transformers
-from shardconv_runtime.parallel.meta_model import build_model
+from shardconv_runtime.meta.meta_model import build_model
 config = transformers.LlamaConfig(hidden_size={WEIGHT[0]}, intermediate_size={WEIGHT[1]}, num_hidden_layers=1)
 model = build_model(transformers.LlamaForCausalLM, config, torch.bfloat16, None)
 chosen = packing_format(settings).choose(model, settings)

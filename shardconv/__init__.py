@@ -17,12 +17,12 @@ from shardconv_runtime.versions import __version__
 from .arguments import OnCluster, Quantizing, RandomInit, Writing
 from .convert import convert, plan
 from .converted.adapt import adapt
-from .converted.push import push
 from .converted.replan import replan, reshard
 from .converted.verify import verify
 from .exports.export import export
 from .exports.export_vllm import export_vllm
 from .exports.merge import merge as _merge
+from .hub.push import push
 from .old_names import renamed
 
 merge = renamed(_merge, "shardconv.export(SRC, DST, format='hf')")

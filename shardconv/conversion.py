@@ -26,9 +26,9 @@ from shardconv_runtime.format.header import dtype_name
 from shardconv_runtime.format.plan import Plan, parameter_plans
 from shardconv_runtime.hub_options import Hub
 from shardconv_runtime.library_logging import without_library_logging
+from shardconv_runtime.meta.meta_model import build_model, tied_names
 from shardconv_runtime.packed.formats import quant_method, settings_of_scheme
 from shardconv_runtime.parallel.build import stored_tensors
-from shardconv_runtime.parallel.meta_model import build_model, tied_names
 from shardconv_runtime.versions import tool_versions
 
 from .arguments import Quantizing, SolveOptions
@@ -93,7 +93,7 @@ def convert_model(
         stream=weights.stream or (outputs.is_complete and not source.hub.local_files_only),
     )
     if weights.quantize is not None and not weights.random_init:
-        _require_plain(spec)
+        _require_unquantized(spec)
     if options.example is not None:
         example_call(options.example, spec.config)  # refused now, and not after the weights were found
     notes: list[str] = []
@@ -147,7 +147,7 @@ def convert_model(
     return solved
 
 
-def _require_plain(spec: ModelSpec) -> None:
+def _require_unquantized(spec: ModelSpec) -> None:
     """Refuse to quantize weights that are quantized."""
     if spec.quantization is not None and not spec.dequantize:
         raise OptionError(
@@ -218,7 +218,7 @@ def plan_model(
             require_packed(full)
         spec = replace(spec, tied=_tied_in_files(full))
     if quantize is not None:
-        _require_plain(spec)
+        _require_unquantized(spec)
         built = build_model(spec.model_class, spec.config, getattr(torch, spec.dtype), spec.tied)
         tensors = {name: zeros(dtype_name(t.dtype), t.shape) for name, t in stored_tensors(built)}
         model = quantized_model(spec, tensors, settings_of_scheme(quantize.scheme, spec.dtype), quantize.keep)

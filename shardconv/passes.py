@@ -16,7 +16,7 @@ from shardconv_runtime.default_modes import in_one_thread
 from shardconv_runtime.errors import ShardconvError, SolveError, SourceError
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.format.plan_json import of_sequence
-from shardconv_runtime.parallel.meta_model import build_model
+from shardconv_runtime.meta.meta_model import build_model
 from torch import nn
 from torch.distributions import Distribution, Normal
 

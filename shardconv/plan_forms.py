@@ -20,9 +20,9 @@ from shardconv_runtime.format.pipeline_stages import StagesPlan
 from shardconv_runtime.format.plan import ModelInfo, ParameterPlan, Plan, SequencePlan, TrainingPlan, by_name
 from shardconv_runtime.format.plan import parameter_plans as entries_of
 from shardconv_runtime.format.plan_json import of_sequence
+from shardconv_runtime.meta.meta_model import tied_names
 from shardconv_runtime.parallel.boundary import CACHE_ARGUMENTS, forward_signature
 from shardconv_runtime.parallel.build import stored_tensors
-from shardconv_runtime.parallel.meta_model import tied_names
 from torch import nn
 from transformers import DynamicCache
 

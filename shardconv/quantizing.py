@@ -29,10 +29,10 @@ from shardconv_runtime.format.plan import Packing, Plan, by_name
 from shardconv_runtime.format.slices import ranges
 from shardconv_runtime.format.stage_names import own_parameters
 from shardconv_runtime.format.stored_layout import granularity, tensor_name
+from shardconv_runtime.meta.meta_model import build_model
 from shardconv_runtime.packed.formats import format_of_checkpoint, packing_format
 from shardconv_runtime.packed.packed_format import Chosen, PackedFormat
 from shardconv_runtime.packed.quantizers import missing_packages
-from shardconv_runtime.parallel.meta_model import build_model
 from torch import nn
 
 from .quantized_weights import Library, union

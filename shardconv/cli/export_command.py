@@ -15,11 +15,11 @@ from shardconv_runtime.hub_options import Hub, is_url
 
 from ..arguments import parse_ranks, require_tp
 from ..convert import plan
-from ..converted.push import Pushed, describe, push
 from ..exports.export import FORMATS as OF_FILES
 from ..exports.export import export
 from ..exports.export_vllm import StateExport
 from ..exports.vllm_calls import TESTED, is_tested
+from ..hub.push import Pushed, describe, push
 from ..reporting import records
 from ..reporting.summary import human_bytes
 from .options import (

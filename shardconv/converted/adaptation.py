@@ -34,7 +34,7 @@ from shardconv_runtime.checkpoint.wrapper_names import without_wrappers, wrapped
 from shardconv_runtime.errors import SolveError
 from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.plan import Plan, parameter_plans
-from shardconv_runtime.parallel.meta_model import build_model
+from shardconv_runtime.meta.meta_model import build_model
 
 from ..adapted_plan import Adaptation
 from ..arguments import SolveOptions

@@ -24,13 +24,13 @@ from shardconv_runtime.checkpoint.lazy_tensor import (
 )
 from shardconv_runtime.errors import DamagedError, OptionError, OutputExistsError, PlanError, SourceError
 from shardconv_runtime.files import manifest, small_files
-from shardconv_runtime.files.file_access import header, is_local
 from shardconv_runtime.files.manifest import PARTIAL, UNUSED_NAME, FileEntry, check_size
 from shardconv_runtime.files.small_files import entry_of
 from shardconv_runtime.format.header import data_start, item_bytes
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.format.slices import Range
 from shardconv_runtime.hub_options import is_url
+from shardconv_runtime.storage.file_access import header, is_local
 
 from ..writing.job import known_files
 from ..writing.outputs import AnyOutput, Output

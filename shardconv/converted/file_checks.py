@@ -24,12 +24,12 @@ from shardconv_runtime.errors import (
 from shardconv_runtime.files import manifest
 from shardconv_runtime.files.checksums import checksums
 from shardconv_runtime.files.converted_files import ConvertedFiles, parts_of
-from shardconv_runtime.files.file_access import WeightFile, header, is_local, num_bytes
 from shardconv_runtime.files.manifest import MANIFEST_NAME, PARTIAL, PLAN_NAME, FileEntry, Manifest
 from shardconv_runtime.format.header import STORED_NAME, StoredTensor
 from shardconv_runtime.format.plan import ParameterPlan, Plan, local_shape
 from shardconv_runtime.format.stored_layout import is_common, layout_sha256, stored_plans
 from shardconv_runtime.format.typed_json import MalformedError, read_text
+from shardconv_runtime.storage.file_access import WeightFile, header, is_local, num_bytes
 
 from ..reporting.progress import Advance, Progress
 

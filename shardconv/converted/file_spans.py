@@ -10,12 +10,12 @@ from typing import NamedTuple
 import numpy as np
 from shardconv_runtime.checkpoint.lazy_tensor import FileLeaf, LazyTensor, Shape
 from shardconv_runtime.files import manifest
-from shardconv_runtime.files.file_access import WeightFile, is_local
 from shardconv_runtime.format.dims import Dim
 from shardconv_runtime.format.header import item_bytes
 from shardconv_runtime.format.plan import ParameterPlan, Plan
 from shardconv_runtime.format.slices import Mesh, ranges
 from shardconv_runtime.format.stored_layout import stored_plans
+from shardconv_runtime.storage.file_access import WeightFile, is_local
 
 from .shards import Converted
 

@@ -24,10 +24,10 @@ from shardconv_runtime.format.plan import Packing, global_shape, module_plans, p
 from shardconv_runtime.format.slices import Range
 from shardconv_runtime.format.stored_layout import tensor_name
 from shardconv_runtime.loading.packed_models import held_part
+from shardconv_runtime.meta.meta_model import build_model
 from shardconv_runtime.packed.formats import check_values, dequantize
 from shardconv_runtime.packed.stored_weights import WeightSlice
 from shardconv_runtime.parallel.build import parallelize
-from shardconv_runtime.parallel.meta_model import build_model
 from torch import Tensor, nn
 
 from ..dim_analysis.rules import RULES

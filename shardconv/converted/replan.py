@@ -12,7 +12,6 @@ from shardconv_runtime.default_modes import in_default_modes
 from shardconv_runtime.errors import MissingFileError, PlanError
 from shardconv_runtime.files import manifest
 from shardconv_runtime.files.converted_files import ConvertedFiles, parts_of
-from shardconv_runtime.files.file_access import is_local
 from shardconv_runtime.files.manifest import Manifest
 from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.dims import to_text
@@ -20,6 +19,7 @@ from shardconv_runtime.format.plan import Plan, global_shape
 from shardconv_runtime.format.stage_names import num_stages
 from shardconv_runtime.format.stored_layout import layout_sha256, stored_plans
 from shardconv_runtime.keywords import Moved, checked_keywords
+from shardconv_runtime.storage.file_access import is_local
 from shardconv_runtime.versions import tool_versions
 
 from ..arguments import (

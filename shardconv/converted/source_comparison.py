@@ -23,13 +23,13 @@ from shardconv_runtime.checkpoint.lazy_tensor import LazyTensor
 from shardconv_runtime.checkpoint.packed_plan import as_planned, flatten, shard
 from shardconv_runtime.checkpoint.resolve import ModelSpec, resolve
 from shardconv_runtime.errors import CheckpointError, DamagedError, SourceError
-from shardconv_runtime.files.file_access import is_local
 from shardconv_runtime.files.manifest import Manifest
 from shardconv_runtime.files.small_files import small_files
 from shardconv_runtime.format.plan import Plan, global_shape, parameter_plans
 from shardconv_runtime.format.stored_layout import stored_plans, tensor_name
 from shardconv_runtime.hub_options import Hub
 from shardconv_runtime.packed.formats import can_pack, quant_method
+from shardconv_runtime.storage.file_access import is_local
 
 from ..arguments import MEMORY
 from ..quantizing import quantized_model

@@ -15,10 +15,10 @@ from functools import partial
 import numpy as np
 from shardconv_runtime.checkpoint.lazy_tensor import FileLeaf, LazyTensor, zeros
 from shardconv_runtime.checkpoint.packed_plan import shard
-from shardconv_runtime.files.file_access import is_local
-from shardconv_runtime.files.remote_files import RangeReader, RemoteFile
 from shardconv_runtime.files.shard_files import FileLayout
 from shardconv_runtime.format.stored_layout import stored_plans
+from shardconv_runtime.storage.file_access import is_local
+from shardconv_runtime.storage.remote_files import RangeReader, RemoteFile
 
 from ..arguments import MEMORY
 from ..reporting.progress import Progress

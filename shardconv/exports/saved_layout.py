@@ -39,7 +39,7 @@ from shardconv_runtime.format.plan import PackedDim, global_shape, parameter_pla
 from shardconv_runtime.format.slices import Range
 from shardconv_runtime.format.stored_layout import tensor_name
 from shardconv_runtime.library_logging import without_library_logging
-from shardconv_runtime.parallel.meta_model import build_model
+from shardconv_runtime.meta.meta_model import build_model
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 

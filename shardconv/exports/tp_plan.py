@@ -31,8 +31,8 @@ from shardconv_runtime.format.plan import (
 from shardconv_runtime.format.slices import Range, ranges
 from shardconv_runtime.format.stored_layout import stored_plans
 from shardconv_runtime.hub_options import Hub
+from shardconv_runtime.meta.meta_model import build_model
 from shardconv_runtime.parallel.boundary import forward_signature
-from shardconv_runtime.parallel.meta_model import build_model
 from shardconv_runtime.saving.dcp_boxes import held_boxes
 from shardconv_runtime.saving.local_windows import full_window
 from torch import nn

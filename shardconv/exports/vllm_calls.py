@@ -134,7 +134,6 @@ USES: Sequence[EngineValue] = (
     EngineMethod(_LOADER, "DefaultModelLoader._get_weights_iterator", ("self", "source")),
     EngineCall(f"{_LOADERS}.sharded_state_loader", "ShardedStateLoader._filter_subtensors", 1),
     EngineCall(_STATE, "initialize_model_parallel", 2, ("backend",)),
-    EngineCall(_STATE, "_get_unique_name", 1),
     EngineCall(_STATE, "_register_group", 1),
     EngineMethod(_STATE, "GroupCoordinator.__init__", ("self", "group_ranks", "local_rank")),
     EngineValue(_STATE, "_WORLD"),

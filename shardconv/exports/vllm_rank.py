@@ -40,11 +40,8 @@ class LoneGroup(parallel_state.GroupCoordinator):  # type: ignore[misc]
         group_ranks: Sequence[Sequence[int]],
         local_rank: int,
         *_: Any,
-        group_name: str | None = None,
         **__: Any,
     ) -> None:
-        self.unique_name = parallel_state._get_unique_name(group_name or "anonymous")
-        parallel_state._register_group(self)
         self.rank = torch.distributed.get_rank()
         self.local_rank = local_rank
         self.group_ranks = group_ranks
@@ -53,6 +50,8 @@ class LoneGroup(parallel_state.GroupCoordinator):  # type: ignore[misc]
         self.rank_in_group = self.ranks.index(self.rank)
         self.device = torch.device("cpu")
         self.cpu_group = self.device_group = torch.distributed.new_group(self.ranks, backend="fake")
+        self.unique_name = self.device_group.group_name
+        parallel_state._register_group(self)
         self.device_communicator = self.mq_broadcaster = None
         self.use_device_communicator = self.use_custom_op_call = self.use_cpu_custom_send_recv = False
 
@@ -62,7 +61,7 @@ def lone_rank(rank: int, tp: int) -> Iterator[None]:
     """Let vLLM make its groups for one rank of ``tp``, without the other ranks."""
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=tp)
     with patch.object(parallel_state, "GroupCoordinator", LoneGroup):
-        world = LoneGroup([list(range(tp))], rank, group_name="world")
+        world = LoneGroup([list(range(tp))], rank)
         parallel_state._WORLD, parallel_state._NODE_COUNT = world, 1
         parallel_state.initialize_model_parallel(tp, 1, backend="fake")
         yield

@@ -29,8 +29,8 @@ from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.errors import PlanError, ShardconvError, SourceError, brief
 from shardconv_runtime.files.manifest import Source
 from shardconv_runtime.format.header import dtype_name
-from shardconv_runtime.parallel.lazy_init import Step, memory_key
-from shardconv_runtime.parallel.recorded_construction import Construction, draw
+from shardconv_runtime.meta.lazy_init import Step, memory_key
+from shardconv_runtime.meta.recorded_construction import Construction, draw
 from torch import Tensor
 
 BLOCK = 1 << 22

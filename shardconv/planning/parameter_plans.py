@@ -11,8 +11,8 @@ from shardconv_runtime.format.header import dtype_name
 from shardconv_runtime.format.names import compress, expand_all
 from shardconv_runtime.format.plan import GradientPlan, ParameterPlan
 from shardconv_runtime.format.stored_layout import is_sharded_between
+from shardconv_runtime.meta.meta_model import tied_names
 from shardconv_runtime.parallel.build import stored_tensors
-from shardconv_runtime.parallel.meta_model import tied_names
 from torch import Tensor, nn
 
 from ..dim_analysis.analysis import Analysis

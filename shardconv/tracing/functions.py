@@ -174,10 +174,7 @@ class Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # A tensor may be a slice inside of ``torch.vmap``. Its operators reach the recorder as operators on
-        # the full tensor. torch (2.13) has no public function for this question.
-        is_slice = torch._C._functorch.is_functorch_wrapped_tensor
-        if any(isinstance(a, torch.Tensor) and is_slice(a) for a in args):
+        if any(isinstance(a, torch.Tensor) and _is_slice(a) for a in args):
             return func(*args, **kwargs)
         if func in _SIZES:
             size, tid = func(*args, **kwargs), self.recorder.identities.tid(args[0])
@@ -245,6 +242,18 @@ class Functions(TorchFunctionMode):
             items = [self._refs(v) for v in value]
             return tuple(items) if isinstance(value, tuple) else items
         return value
+
+
+def _is_slice(x: torch.Tensor) -> bool:
+    """Return whether a tensor is a slice inside of ``torch.vmap``, which has no memory of its own.
+
+    Its operators reach the recorder as operators on the full tensor.
+    """
+    try:
+        x.data_ptr()
+    except RuntimeError:
+        return True
+    return False
 
 
 _SIZES = frozenset({torch.Tensor.shape.__get__, torch.Tensor.size})  # type: ignore[attr-defined]

@@ -8,11 +8,11 @@ but they get the same heads as the implementation that was traced.
 from __future__ import annotations
 
 import copy
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -115,29 +115,29 @@ def _uncompiled() -> Iterator[None]:
     """Run code that compiles itself, such as flex attention, without compilation.
 
     ``torch.compile`` imports Inductor even if nothing is compiled, which takes longer than the proof of
-    most models. Here, it returns its function unchanged. transformers (5.17 to 5.24) keeps the compiled
-    function in a singleton, which is replaced meanwhile.
+    most models. Here, it leaves that to the first call afterwards: transformers keeps its result.
     """
-    compile_, attention = torch.compile, _compiled_attention()
-    instance = getattr(attention, "_instance", None)
-    torch.compile = _unchanged  # type: ignore[assignment]
-    if attention is not None:
-        attention._instance = None
+    compile_ = torch.compile
+    torch.compile = _compiled_later  # type: ignore[assignment]
     try:
         with torch.compiler.set_stance("force_eager"):
             yield
     finally:
         torch.compile = compile_
-        if (attention := _compiled_attention()) is not None:
-            attention._instance = instance
 
 
-def _unchanged(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+def _compiled_later(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     """Replace ``torch.compile``, which may be called as a decorator."""
-    return function if function is not None else _unchanged
+    if function is None:
+        return partial(_compiled_later, **options)
+    compiled: Callable[..., Any] | None = None
 
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal compiled
+        if torch.compile is _compiled_later:
+            return function(*args, **kwargs)
+        if compiled is None:
+            compiled = torch.compile(function, **options)
+        return compiled(*args, **kwargs)
 
-def _compiled_attention() -> Any:
-    """Return the singleton's class, if it has been imported."""
-    module = sys.modules.get("transformers.integrations.flex_attention")
-    return getattr(module, "WrappedFlexAttention", None)
+    return call

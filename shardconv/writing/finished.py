@@ -16,8 +16,8 @@ import torch
 from shardconv_runtime.checkpoint.copying import read_tensors
 from shardconv_runtime.checkpoint.lazy_tensor import ComputedLeaf, LazyTensor, stored, take
 from shardconv_runtime.files.converted_files import ConvertedFiles
-from shardconv_runtime.files.file_access import header, read_bytes
 from shardconv_runtime.format.header import data_start
+from shardconv_runtime.storage.file_access import header, read_bytes
 
 from .job import TargetFile
 

@@ -11,8 +11,15 @@ from typing import Any
 from shardconv_runtime.errors import NetworkError, ShardconvError
 from shardconv_runtime.files.manifest import PARTIAL
 from shardconv_runtime.files.object_stores import ObjectDirectory, listed
-from shardconv_runtime.files.store_client import WRITE_RETRIES, client, explained, failure, library, status_of
 from shardconv_runtime.hub_options import again
+from shardconv_runtime.storage.store_client import (
+    WRITE_RETRIES,
+    client,
+    explained,
+    failure,
+    library,
+    status_of,
+)
 
 PART_BYTES = 8 << 20
 """Bytes of one request, for files of less than 80 GB. S3 takes parts of 5 MiB and more."""

@@ -14,7 +14,6 @@ from shardconv_runtime.checkpoint.packed_plan import as_planned, shard
 from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.errors import SourceError
 from shardconv_runtime.files import manifest
-from shardconv_runtime.files.file_access import WeightFile, identity, known_sha256, name_in, num_bytes
 from shardconv_runtime.files.manifest import (
     COMMON_DIRECTORY,
     MANIFEST_NAME,
@@ -32,6 +31,7 @@ from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.plan import Plan, parameter_plans
 from shardconv_runtime.format.stored_layout import stored_plans, tensor_name
 from shardconv_runtime.hub_options import is_url
+from shardconv_runtime.storage.file_access import WeightFile, identity, known_sha256, name_in, num_bytes
 from shardconv_runtime.versions import tool_versions
 
 from ..arguments import ExampleInputs

@@ -29,8 +29,8 @@ from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.format.plan_json import of_sequence, require_training
 from shardconv_runtime.loading import rank_files
+from shardconv_runtime.meta.meta_model import build_model
 from shardconv_runtime.parallel.build import parallelize
-from shardconv_runtime.parallel.meta_model import build_model
 from shardconv_runtime.training.prepare import TrainingForm, backward_axes, parallelize_for_training
 
 import shardconv

@@ -20,9 +20,10 @@ from hub_server import HubServer
 from huggingface_hub import constants
 from quantized_checkpoints import dense_config, save_quantized
 from shardconv_runtime import Planning, Training
-from shardconv_runtime.files import hub_downloads, manifest, remote_files
+from shardconv_runtime.files import hub_downloads, manifest
 from shardconv_runtime.format import plan_json
 from shardconv_runtime.loading.planned_here import CACHE_VARIABLE
+from shardconv_runtime.storage import remote_files
 from small_models import save_random, small_config
 from training_runs import cpu_mesh
 

@@ -37,14 +37,15 @@ from shardconv_runtime.errors import (
     OutputExistsError,
     SourceError,
 )
-from shardconv_runtime.files import manifest, object_stores, remote_files
+from shardconv_runtime.files import manifest, object_stores
 from shardconv_runtime.files.small_files import CACHE_VARIABLE
 from shardconv_runtime.hub_options import Hub, is_url
+from shardconv_runtime.storage import remote_files
 
 import shardconv
 from shardconv import cli
-from shardconv.converted import branch
 from shardconv.exports import vllm_files
+from shardconv.hub import branch
 from shardconv.writing import streamed_files
 
 pytest.importorskip("obstore")

@@ -26,8 +26,8 @@ from shardconv_runtime.format.measured import Numerics
 
 import shardconv
 from shardconv import cli
-from shardconv.converted import branch
-from shardconv.converted.card import BEGIN, END
+from shardconv.hub import branch
+from shardconv.hub.card import BEGIN, END
 from shardconv.reporting.progress import Advance, Silent
 
 REPO = "user/model"

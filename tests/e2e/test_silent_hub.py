@@ -17,12 +17,13 @@ from huggingface_hub import HfApi, constants, file_download
 from huggingface_hub.utils import get_session  # type: ignore[attr-defined]
 from shardconv_runtime.checkpoint.model_location import locate
 from shardconv_runtime.errors import SourceError
-from shardconv_runtime.files import hub_downloads, hub_time_limits, remote_files
+from shardconv_runtime.files import hub_downloads
 from shardconv_runtime.hub_options import Hub
+from shardconv_runtime.storage import hub_time_limits, remote_files
 
 import shardconv
 from shardconv import cli
-from shardconv.converted import branch
+from shardconv.hub import branch
 
 REPO = "user/model"
 SHORT_S, LIMIT_S = 0.5, 12.0

@@ -12,8 +12,9 @@ from hub_server import HubServer
 from shardconv_runtime import Hub
 from shardconv_runtime.checkpoint import copying
 from shardconv_runtime.errors import SourceError
-from shardconv_runtime.files import manifest, remote_files
+from shardconv_runtime.files import manifest
 from shardconv_runtime.format import plan_json
+from shardconv_runtime.storage import remote_files
 from small_models import save_random, small_config
 
 import shardconv

@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 from distributed import run_processes
 from shardconv_runtime import CheckpointError, DataParallel
-from shardconv_runtime.files import manifest, reading
+from shardconv_runtime.files import manifest
 from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.loading import data_sharding, rank_files
+from shardconv_runtime.storage import reading
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from training_runs import cpu_mesh, save_model

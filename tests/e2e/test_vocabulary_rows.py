@@ -14,7 +14,7 @@ import torch
 import transformers
 from distributed import run_processes
 from shardconv_runtime import RefusedCallError
-from shardconv_runtime.parallel.vocabulary_rows import VocabularyRows
+from shardconv_runtime.parallel.row_ids import VocabularyRows
 from small_models import save_random, small_config
 from torch import Tensor
 from torch.optim import Optimizer

@@ -21,12 +21,12 @@ from hostile_requests import ARGUMENTS, letters
 
 pytest.importorskip("uvicorn")
 
+from shardconv_runtime.openai_api.chat_request import ChatRequest
+from shardconv_runtime.openai_api.schemas import BadRequest, CompletionRequest
 from shardconv_runtime.serving import server
 from shardconv_runtime.serving.bounded_calls import BoundedCalls, ForkServer
-from shardconv_runtime.serving.chat_request import ChatRequest
 from shardconv_runtime.serving.grammars import prepare_calls
 from shardconv_runtime.serving.prompts import prompt_ids, require_template_variables, token_ids
-from shardconv_runtime.serving.schemas import BadRequest, CompletionRequest
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,10 +22,9 @@ from transformers import PreTrainedTokenizerFast
 pytest.importorskip("fastapi")
 pytest.importorskip("prometheus_client")
 
-from shardconv_runtime.serving.answer_forms import AnswerForm
-from shardconv_runtime.serving.answers import AnswerPiece, Served
-from shardconv_runtime.serving.schemas import TokenLogprob
-from shardconv_runtime.serving.token_texts import BYTE_OF
+from shardconv_runtime.openai_api.answer_forms import AnswerForm, AnswerPiece
+from shardconv_runtime.openai_api.schemas import TokenLogprob
+from shardconv_runtime.openai_api.token_texts import BYTE_OF, TokenTexts
 
 
 def byte_level() -> Any:
@@ -54,8 +52,7 @@ def sentence_pieces() -> Any:
 
 def shown(tokenizer: Any, entries: list[TokenLogprob], *, chat: bool = False) -> Any:
     """The log probabilities of an answer, as a client gets them."""
-    served = Served(SimpleNamespace(), tokenizer, "tiny", 300, None, None)
-    form = AnswerForm(served, chat, [[1]], 1, True)
+    form = AnswerForm("tiny", TokenTexts(tokenizer), chat, [[1]], 1, True)
     found = form.whole([[AnswerPiece("", len(entries), "stop", tuple(entries))]])["choices"][0]["logprobs"]
     return json.loads(json.dumps(found, allow_nan=False))
 
@@ -119,8 +116,7 @@ def test_tokens_that_the_model_excludes_are_json() -> None:
 def test_pieces_of_a_stream_join_to_the_whole() -> None:
     tokenizer = sentence_pieces()
     ids = [256, 257, 0xE2, 0x82, 0xAC, 257]
-    served = Served(SimpleNamespace(), tokenizer, "tiny", 300, None, None)
-    form = AnswerForm(served, False, [[1]], 1, True)
+    form = AnswerForm("tiny", TokenTexts(tokenizer), False, [[1]], 1, True)
     joined: dict[str, list[Any]] = defaultdict(list)
     for begin, end in ((0, 1), (1, 4), (4, 6)):
         piece = AnswerPiece("", end, None, tuple(of_tokens(*ids[begin:end])))

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 import torch
 from hostile_requests import letters, nested
+from shardconv_runtime.openai_api.schemas import BadRequest, CompletionRequest, Constraint, Sampling
 from shardconv_runtime.serving.bounded_calls import BoundedCalls, CallEndedError, ForkServer
 from shardconv_runtime.serving.grammars import NO_TOKEN, SLOW, Grammars, prepare_calls
 from shardconv_runtime.serving.request_sampling import RequestProcessor
-from shardconv_runtime.serving.schemas import BadRequest, CompletionRequest, Constraint, Sampling
 from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState
 
 xgrammar = pytest.importorskip("xgrammar")
@@ -139,7 +139,9 @@ class Step:
         self.processor = RequestProcessor(None)
         self.processor.grammars = grammars
         self.states = {
-            name: RequestState(name, [5], logit_processor_kwargs={"sampling": sampling})
+            name: RequestState(
+                name, [5], logit_processor_kwargs={"sampling": sampling, "num_prompt_tokens": 1}
+            )
             for name, sampling in asked.items()
         }
         for name in asked:

@@ -15,11 +15,11 @@ from packed_cases import MemoryCheckpoint, part
 from shardconv_runtime.comm.collectives import Communicator
 from shardconv_runtime.format.plan import ParameterPlan, Plan, global_shape, parameter_plans
 from shardconv_runtime.format.slices import ranges
+from shardconv_runtime.meta.meta_model import build_model
 from shardconv_runtime.packed.formats import format_of_checkpoint
 from shardconv_runtime.packed.quantizers import Quantized
 from shardconv_runtime.packed.stored_weights import Found, WeightSlice
 from shardconv_runtime.parallel.build import parallelize, retie
-from shardconv_runtime.parallel.meta_model import build_model
 from shardconv_runtime.parallel.packed_modules import PackedModules
 from torch import nn
 

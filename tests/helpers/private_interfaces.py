@@ -45,7 +45,6 @@ NAMES = {
     "torch._C.DisableTorchFunction": "code that a trace does not see",
     "torch._C._current_graph_task_id": "calls in a backward pass are no calls of the user",
     "torch._C._autograd._top_saved_tensors_default_hooks": "whether others keep activations in another way",
-    "torch._C._functorch.is_functorch_wrapped_tensor": "values of vmap are left alone",
     "torch.utils._python_dispatch._disable_current_modes": "real tensors are made while a trace goes on",
     # torch: distributed checkpoints
     "torch.distributed.checkpoint.state_dict._verify_options": "refuses what takes parts for full tensors",
@@ -73,7 +72,6 @@ NAMES = {
     "transformers.initialization:_is_hf_initialized": "weights that were loaded are not drawn anew",
     "transformers.PreTrainedModel._keys_to_ignore_on_save": "tensors that a checkpoint lacks",
     "transformers.core_model_loading:_weight_conversions": "names of modules in checkpoints",
-    "transformers.integrations.flex_attention.WrappedFlexAttention._instance": "is not compiled in a proof",
     # transformers: generate
     "transformers.utils.chat_template_utils._get_template_variables": "arguments of a chat template",
     "transformers.GenerationMixin._get_candidate_generator": "assistants propose on one rank",
@@ -84,18 +82,13 @@ NAMES = {
     "transformers.GenerationMixin._prepare_generation_config": "the same",
     "transformers.GenerationMixin._sample": "the same",
     "transformers.GenerationMixin._update_model_kwargs_for_generation": "the same",
-    "transformers.GenerationMixin:_pad_token_tensor": "the same",
     # transformers: continuous batching
     "transformers.ContinuousMixin:_cached_continuous_batching_manager": "a manager that is kept",
     "transformers.ContinuousBatchingManager._fail_all_remaining_requests": "an error ends all requests",
-    "transformers.ContinuousBatchingManager:_generation_thread": "other ranks wait for rank 0",
-    "transformers.Scheduler:_requests_to_cancel": "cancelled on all stages",
-    "transformers.RequestState:_true_initial_tokens": "the length of a prompt",
     "trl.SFTTrainer:_metrics": "metrics of all replicas",
     # vLLM
     "vllm.distributed.parallel_state._NODE_COUNT": "the groups of one rank, without the others",
     "vllm.distributed.parallel_state._WORLD": "the same",
-    "vllm.distributed.parallel_state._get_unique_name": "the same",
     "vllm.distributed.parallel_state._register_group": "the same",
     "vllm.model_executor.model_loader.sharded_state_loader.ShardedStateLoader._filter_subtensors": "names",
 }
@@ -109,8 +102,6 @@ MOVED = {
     "transformers.ContinuousMixin": f"{_BATCHING}.continuous_api",
     "transformers.ContinuousBatchingManager": f"{_BATCHING}.continuous_api",
     "transformers.DistributedHelper": f"{_BATCHING}.distributed",
-    "transformers.Scheduler": f"{_BATCHING}.scheduler",
-    "transformers.RequestState": f"{_BATCHING}.requests",
     "transformers.PreTrainedModel": "transformers.modeling_utils",
 }
 """Classes that are not exported, or whose attributes are those of a module, with the module."""

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from shardconv_runtime.openai_api.response_templates import ResponseTemplate
+from shardconv_runtime.openai_api.schemas import Sampling
 from shardconv_runtime.serving.answers import Served
 from shardconv_runtime.serving.endpoints import application
-from shardconv_runtime.serving.response_templates import ResponseTemplate
-from shardconv_runtime.serving.schemas import Sampling
 
 END = 1
 """The token that ends an answer; the others are characters."""

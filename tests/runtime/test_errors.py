@@ -19,7 +19,7 @@ from shardconv_runtime.errors import (
     ShardconvError,
     SourceError,
 )
-from shardconv_runtime.files.hub_errors import hub_failure
+from shardconv_runtime.storage.hub_errors import hub_failure
 
 import shardconv
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from shardconv_runtime.comm.collectives import Communicator
 from shardconv_runtime.format.plan import Plan, parameter_plans
+from shardconv_runtime.meta.meta_model import build_model
 from shardconv_runtime.parallel.build import parallelize, stored_tensors
-from shardconv_runtime.parallel.meta_model import build_model
 from torch import Tensor
 
 from shardconv.simulation.model_runs import Float64

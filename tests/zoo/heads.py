@@ -22,8 +22,8 @@ from shardconv_runtime.comm.collectives import Communicator
 from shardconv_runtime.comm.host_numbers import host_seed
 from shardconv_runtime.errors import ShardconvError
 from shardconv_runtime.format.plan import Plan, parameter_plans
+from shardconv_runtime.meta.meta_model import build_model, tied_names
 from shardconv_runtime.parallel.build import stored_tensors
-from shardconv_runtime.parallel.meta_model import build_model, tied_names
 from shardconv_runtime.training.prepare import TrainingForm, parallelize_for_training
 from torch import Tensor, nn
 from transformers.models.auto import modeling_auto

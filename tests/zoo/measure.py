@@ -21,8 +21,8 @@ from shardconv_runtime.comm.collectives import Communicator
 from shardconv_runtime.format.dims import axes_of, size
 from shardconv_runtime.format.names import expand_all
 from shardconv_runtime.format.plan import Plan, parameter_plans
+from shardconv_runtime.meta.meta_model import build_model
 from shardconv_runtime.parallel.build import parallelize, stored_tensors
-from shardconv_runtime.parallel.meta_model import build_model
 from torch import Tensor, nn
 
 from shardconv.arguments import SolveOptions

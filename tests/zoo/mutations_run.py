@@ -19,8 +19,8 @@ from shardconv_runtime.checkpoint.resolve import resolve
 from shardconv_runtime.errors import DamagedError
 from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.plan import Plan, parameter_plans
+from shardconv_runtime.meta.meta_model import build_model
 from shardconv_runtime.parallel.build import parallelize
-from shardconv_runtime.parallel.meta_model import build_model
 from shardconv_runtime.training.prepare import TrainingForm, parallelize_for_training
 from small_models import save_random
 from torch import nn

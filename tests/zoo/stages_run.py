@@ -14,8 +14,8 @@ import torch
 from shardconv_runtime.comm.collectives import Communicator
 from shardconv_runtime.format.plan import Plan, parameter_plans
 from shardconv_runtime.format.stage_names import held_by, num_stages
+from shardconv_runtime.meta.meta_model import build_model
 from shardconv_runtime.parallel.build import parallelize, stored_tensors
-from shardconv_runtime.parallel.meta_model import build_model
 from shardconv_runtime.pp.stage_link import StageLink
 from shardconv_runtime.pp.stage_model import argument_names, keep_stage, returned_tensors
 from torch import Tensor, nn

@@ -23,8 +23,8 @@ from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.comm.collectives import Communicator
 from shardconv_runtime.errors import SolveError, SourceError
 from shardconv_runtime.format.plan import Plan, parameter_plans
+from shardconv_runtime.meta.meta_model import build_model
 from shardconv_runtime.parallel.build import stored_tensors
-from shardconv_runtime.parallel.meta_model import build_model
 from shardconv_runtime.training.prepare import TrainingForm, parallelize_for_training
 from shardconv_runtime.training.sequence import FLAT_OUTPUTS, attach_sequence
 from torch import Tensor, nn

@@ -20,8 +20,8 @@ from transformers import MODEL_MAPPING, PreTrainedModel
 
 from ..errors import DamagedModelError, SourceError, brief
 from ..format.names import natural_key
+from ..meta.meta_model import for_older_transformers, tied_names
 from ..packed.formats import quant_method
-from ..parallel.meta_model import for_older_transformers, tied_names
 from .lazy_tensor import ComputedLeaf, LazyLeaf, LazyTensor
 from .quantized import PackedWeight, PackedWeights, is_of_cache
 from .recording_tensors import (

@@ -21,9 +21,9 @@ import numpy as np
 import torch
 
 from ..errors import DamagedModelError
-from ..files.file_access import is_local
-from ..files.remote_files import RangeReader, RemoteFile
 from ..format.header import dtype_name, item_bytes
+from ..storage.file_access import is_local
+from ..storage.remote_files import RangeReader, RemoteFile
 from .boxes import (
     BoxDim,
     Move,

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from ..files.file_access import WeightFile
 from ..format.header import TORCH_NAME, StoredTensor, item_bytes
 from ..format.slices import Range
+from ..storage.file_access import WeightFile
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,14 +12,14 @@ from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.hf_api import RepoFile
 
 from ..errors import MissingModelError, SourceError, UnsupportedError
-from ..files.hub_errors import explain, hub_failure
-from ..files.hub_time_limits import bounded
 from ..files.manifest import MANIFEST_NAME
 from ..files.model_config import CONFIG
 from ..files.object_stores import object_directory
-from ..files.remote_files import RemoteFile, remote_files
 from ..files.small_files import EXAMPLE_NAME, choose_files
 from ..hub_options import Hub, is_url
+from ..storage.hub_errors import explain, hub_failure
+from ..storage.hub_time_limits import bounded
+from ..storage.remote_files import RemoteFile, remote_files
 from .model_directory import (
     LAYOUTS,
     index_of,

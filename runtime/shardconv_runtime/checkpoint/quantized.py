@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from ..errors import SourceError
-from ..files.file_access import WeightFile
 from ..format.plan import PackedDim, PackedTensor, Packing
 from ..format.slices import Range
 from ..packed.formats import dequantize, format_of, format_of_checkpoint
 from ..packed.stored_weights import Found, Info, WeightSlice, global_size
+from ..storage.file_access import WeightFile
 from . import lazy_tensor as lazy
 from .copying import read_tensor
 from .lazy_tensor import ComputedLeaf, LazyLeaf, LazyTensor, Shape, StridedBox, contiguous_strides

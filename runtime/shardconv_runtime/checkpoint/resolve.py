@@ -12,11 +12,11 @@ import transformers
 from torch import nn
 
 from ..errors import OptionError, SourceError
-from ..files.file_access import WeightFile, name_in
 from ..files.small_files import choose_files, sizes_in
 from ..format.header import dtype_name
 from ..hub_options import Hub
-from ..parallel.meta_model import class_name_of, is_custom, meta_twin, refuse_other_models
+from ..meta.meta_model import class_name_of, is_custom, meta_twin, refuse_other_models
+from ..storage.file_access import WeightFile, name_in
 from .config_reading import model_class_of, read_config
 from .model_directory import (
     Index,

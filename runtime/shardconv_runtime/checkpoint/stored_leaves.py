@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from ..errors import CheckpointError, DamagedModelError, SourceError, UnsupportedError
-from ..files.file_access import WeightFile, header, is_local, name_in, num_bytes
 from ..format.header import TORCH_NAME, StoredTensor, data_start, dtype_name
+from ..storage.file_access import WeightFile, header, is_local, name_in, num_bytes
 from .lazy_tensor import LazyTensor, stored
 from .model_directory import Index
 from .pickled_files import load_pickled, pickled_tensors

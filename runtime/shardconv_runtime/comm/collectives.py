@@ -219,6 +219,19 @@ def refuse_gradient(x: Tensor) -> None:
         )
 
 
+def refuse_second_gradient() -> None:
+    """Stop a backward pass that autograd records, in which gradients of gradients are of other ranks.
+
+    Raises:
+        PlanError: gradients are enabled.
+    """
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RefusedCallError(
+            "a model whose parameters are sharded over ranks can be differentiated once: leave "
+            "create_graph=True out of backward() or torch.autograd.grad()"
+        )
+
+
 def _require_memory(x: Tensor) -> None:
     """Refuse a tensor of ``torch.func`` that stands for many: a process group would write to one of them.
 

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import RefusedCallError
 from ..format.dims import Dim, Leaf, axes_of, is_partially_sharded, size
 from ..format.slices import local_size
-from .collectives import Axes, Communicator, refuse_gradient
+from .collectives import Axes, Communicator, refuse_gradient, refuse_second_gradient
 from .dim_parts import KnownParts, OpenParts, Parts
 
 Map = Callable[[Tensor], Tensor]
@@ -38,11 +37,7 @@ class _Adjoint(torch.autograd.Function):
         Raises:
             PlanError: autograd records the backward pass, in which gradients of gradients are of other ranks.
         """
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise RefusedCallError(
-                "a model whose parameters are sharded over ranks can be differentiated once: leave "
-                "create_graph=True out of backward() or torch.autograd.grad()"
-            )
+        refuse_second_gradient()
         return ctx.backward_map(gradients[0]), None, None
 
 

@@ -1,1 +1,1 @@
-"""Converted directories and weight files, on this machine and on the Hub."""
+"""Converted directories, on this machine, on the Hub and in object stores."""

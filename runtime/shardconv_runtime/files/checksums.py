@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from ..errors import CheckpointError, DamagedError
-from .file_access import WeightFile, is_local
+from ..storage.file_access import WeightFile, is_local
 from .manifest import OF_PIECES, FileEntry, sha256_of
 
 PIECE_BYTES = 1 << 25

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import MissingFileError
 from ..hub_options import is_url
-from .file_access import WeightFile, num_bytes
+from ..storage.file_access import WeightFile, num_bytes
 from .manifest import resolve
 from .small_files import stage_directories
 

@@ -21,11 +21,12 @@ from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError, 
 
 from ..errors import NotConvertedError, ShardconvError, SourceError, brief
 from ..hub_options import Hub, require_repo_id
-from . import hub_time_limits, manifest
-from .hub_errors import FINAL, explain, has_timed_out, hub_error, hub_failure
-from .hub_time_limits import NoAnswerError, UnknownHostError, bounded
+from ..storage import hub_time_limits
+from ..storage.hub_errors import FINAL, explain, has_timed_out, hub_error, hub_failure
+from ..storage.hub_time_limits import NoAnswerError, UnknownHostError, bounded
+from ..storage.remote_files import remote_files
+from . import manifest
 from .manifest import MANIFEST_NAME, PLAN_NAME, FileEntry, Manifest, check_listed_sizes
-from .remote_files import remote_files
 from .small_files import stage_of, variant_name
 from .tp_folders import directories_for, folder_in, nothing_for, only
 

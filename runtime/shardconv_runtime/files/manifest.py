@@ -28,7 +28,7 @@ from ..format.header import StoredTensor
 from ..format.measured import Numerics
 from ..format.plan import Plan
 from ..format.typed_json import MalformedError, dump_document, load_document, read_text, write_text
-from .file_access import WeightFile, header
+from ..storage.file_access import WeightFile, header
 
 VERSION = 3
 FORMAT = "shardconv.manifest"

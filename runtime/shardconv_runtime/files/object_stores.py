@@ -14,10 +14,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ..errors import MissingModelError, NotConvertedError, SourceError
+from ..storage.remote_files import RangeReader, RemoteFile, download
+from ..storage.store_client import client, explained, is_temporary, library, reason_of
 from .manifest import MANIFEST_NAME, PLAN_NAME, FileEntry, Manifest, check_listed_sizes, read
-from .remote_files import RangeReader, RemoteFile, download
 from .small_files import cache_directory, small_files, stage_of
-from .store_client import client, explained, is_temporary, library, reason_of
 from .tp_folders import directories_for, folders, nothing_for, only, stages_for
 
 MOST_OBJECTS = 20_000

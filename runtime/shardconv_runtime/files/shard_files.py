@@ -23,11 +23,11 @@ from ..format.fused_groups import adjacent_tensors, in_units
 from ..format.header import STORED_NAME, item_bytes, stored_shape
 from ..format.plan import Plan, local_shape
 from ..format.stored_layout import is_common, layout_sha256, stored_plans
-from .file_access import WeightFile, is_local
+from ..storage.file_access import WeightFile, is_local
 from .manifest import shard_metadata, shard_path
 
 if TYPE_CHECKING:  # it imports the client of the Hub
-    from .remote_files import RemoteFile
+    from ..storage.remote_files import RemoteFile
 
 ALIGNMENT = 64
 """Tensors begin at a multiple of this many bytes, a cache line where they are mapped: headers are padded with

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -30,6 +31,9 @@ from .paged_model import PagedModel, RequestCheck, attempt
 _names = inspect.signature(ContinuousBatchingConfig).parameters
 PAGE_SIZE = "page_size" if "page_size" in _names else "block_size"
 """The option of transformers' ``ContinuousBatchingConfig``, which 5.17 has under its earlier name."""
+
+WAIT_S = 0.01
+"""Seconds between two looks of another rank at whether rank 0 has stopped the loop."""
 
 _running: WeakKeyDictionary[dist.ProcessGroup, RankBatchingManager] = WeakKeyDictionary()
 """The manager whose loop uses a process group: a second one would mix up their collectives."""
@@ -114,9 +118,9 @@ class RankBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
         Arguments as of transformers' method.
         """
         is_handling = sys.exception() is not None
-        thread = self._generation_thread
-        if not self.is_tp_driver and not hard_stop and not is_handling and thread is not None:
-            thread.join()
+        if not self.is_tp_driver and not hard_stop and not is_handling:
+            while self.is_running():
+                time.sleep(WAIT_S)
         super().stop(block, timeout, keep_for_next_session and self.failure is None, hard_stop)
         if self._refusal is not None:
             self._refusal.remove()

@@ -80,7 +80,7 @@ class Call:
     most_new: int
     choice: SamplingMode
     numbers: dict[str, float]
-    pad: Tensor | None
+    pad: int | Tensor | None
     stop_ids: Tensor | None
 
 
@@ -100,9 +100,11 @@ def prepared_call(
     if type(cache) not in (DynamicCache, StaticCache) or getattr(cache, "offloading", False):
         return None
     stop_ids = torch.as_tensor(stops[0]).to(ids.device) if stops else None
-    pad = config._pad_token_tensor
-    if stop_ids is not None and (pad is None or stop_ids.numel() > MOST_STOP_TOKENS):
+    if stop_ids is not None and stop_ids.numel() > MOST_STOP_TOKENS:
         return None
+    pad = config.pad_token_id
+    if pad is None and stop_ids is not None:  # as transformers' own loops
+        pad = stop_ids.reshape(-1)[0]
     most_new = lengths[0] - ids.shape[1]
     if most_new < 1:
         return None

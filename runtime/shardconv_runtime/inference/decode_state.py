@@ -192,7 +192,7 @@ def start_call(
     ids: Tensor,
     arguments: dict[str, Any],
     numbers: dict[str, float],
-    pad: Tensor | None,
+    pad: int | Tensor | None,
     stop_ids: Tensor | None,
 ) -> None:
     """Set all but the cache for a call.
@@ -205,7 +205,7 @@ def start_call(
     state.unfinished.zero_()
     state.unfinished[:rows] = 1
     state.done.zero_()
-    state.pad.copy_(pad.reshape(()) if pad is not None else state.pad.new_zeros(()))
+    state.pad.copy_(torch.as_tensor(0 if pad is None else pad).reshape(()))
     state.stop_ids.fill_(-1)
     if stop_ids is not None:
         state.stop_ids[: stop_ids.numel()] = stop_ids.reshape(-1)

@@ -36,8 +36,11 @@ class StepsInFlight:
         self._most_steps = most_steps
         self._requests: set[str] = set()
         self._schedule_batch = scheduler.schedule_batch
+        self._cancelled: set[str] = set()
+        self._set_cancellation = scheduler.set_request_cancellation
         self._clear_cancelled = scheduler.clear_cancelled_requests
         scheduler.schedule_batch = self._next_step
+        scheduler.set_request_cancellation = self._cancelled.add
         scheduler.clear_cancelled_requests = self._clear_cancelled_requests
 
     def reset(self) -> None:
@@ -68,11 +71,11 @@ class StepsInFlight:
 
     def _clear_cancelled_requests(self) -> list[Any]:
         """Cancel requests; a request in flight is cancelled when its step is over."""
-        scheduler = self._scheduler
-        later = scheduler._requests_to_cancel & self._requests
-        scheduler._requests_to_cancel -= later
+        now = self._cancelled - self._requests
+        self._cancelled -= now
+        for name in now:
+            self._set_cancellation(name)
         cleared: list[Any] = self._clear_cancelled()
-        scheduler._requests_to_cancel |= later
         return cleared
 
 

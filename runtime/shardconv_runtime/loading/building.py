@@ -13,7 +13,6 @@ from ..adapters.attaching import Adapter, attach
 from ..comm import agreement
 from ..comm.collectives import AllReduce, Communicator, ProcessCommunicator
 from ..comm.mesh import Launch, can_capture, connect
-from ..files.reading import with_rows
 from ..format.fused_groups import adjacent_tensors
 from ..format.plan import Plan
 from ..format.plan_json import of_sequence, of_stage
@@ -23,6 +22,8 @@ from ..inference.compiling import compile_model, compile_stage
 from ..loaded import Loaded, remember, unwrapped
 from ..parallel.boundary import settle_hooks
 from ..pp.stage_processes import StageProcesses
+from ..storage.reading import with_rows
+from ..training.initial_parts import attach_initializing
 from ..training.prepare import backward_axes
 from ..training.replica_comparison import compare_replicas
 from . import rank_files
@@ -30,7 +31,6 @@ from .by_plan import local_tensors
 from .call_guards import guard
 from .checked_source import CheckedSource, LoadOptions, generation_config_of, stays_packed, unsharded
 from .in_memory import tensors_in_memory
-from .initial_parts import attach_initializing
 from .model_transforms import Adapters, Dtypes, Fusing, Generation, TensorParallel
 from .packed_models import PackedParameters
 from .resized_vocabulary import attach_resizing
@@ -81,13 +81,16 @@ class ModelBuilder:
         """Return a builder of the same model with other adapters."""
         return replace(self, checked=replace(self.checked, adapters=adapters))
 
+    def unsharded_model(self) -> nn.Module:
+        """Return the model of global shapes on meta, without quantization and without adapters."""
+        return unsharded(self.checked, self.options)[1]
+
     def unsharded_wrapper(self) -> nn.Module:
         """Return a ``peft.PeftModel`` of global shapes on meta, with new adapters of the same configs."""
         assert self.checked.adapters is not None, "it has some"
         configs = {name: each.adapter.config for name, each in self.checked.adapters.adapters.items()}
         new = {name: Adapter(config) for name, config in configs.items()}
-        _, model = unsharded(self.checked, self.options)
-        return attach(model, new, trainable=True, initialized=False).wrapper
+        return attach(self.unsharded_model(), new, trainable=True, initialized=False).wrapper
 
     def model(self, stored: Stored | None = None) -> nn.Module:
         """Build the model. Every process calls it, and all raise if one has an error.

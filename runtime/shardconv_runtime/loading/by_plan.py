@@ -18,11 +18,8 @@ from ..checkpoint.lazy_tensor import FileLeaf, LazyTensor, take
 from ..checkpoint.packed_plan import as_planned, flatten, shard
 from ..checkpoint.resolve import resolve
 from ..errors import PlanError, SourceError
-from ..files.file_access import is_local
 from ..files.manifest import Manifest, Source
-from ..files.reading import map_file
 from ..files.small_files import entry_of, files_to_copy
-from ..files.windows import tensor_at, tensor_within
 from ..format import plan_json
 from ..format.fused_groups import adjacent_tensors, in_units
 from ..format.header import dtype_name, item_bytes
@@ -31,6 +28,9 @@ from ..format.slices import Rows
 from ..format.stored_layout import stored_plans
 from ..hub_options import Hub
 from ..library_logging import without_library_logging
+from ..storage.file_access import is_local
+from ..storage.reading import map_file
+from ..storage.windows import tensor_at, tensor_within
 from .checked_source import CheckedSource
 
 # Tensors that are contiguous in a file are mapped, and nothing is copied.

@@ -25,6 +25,7 @@ from ..loaded import loaded
 from ..parallel.refused_changes import refuse_changes
 from ..parallel.user_hooks import hooks_with_messages, watch_hooks
 from ..saving.save import save_pretrained
+from ..saving.saved_parts import attach_saving_of_parts
 from ..saving.stored_model import named_tensors
 from ..training.clipping import look_for_infinities_over_ranks, take_norms_over_ranks
 from ..training.dcp_refusals import refuse_distributed_checkpoints
@@ -32,7 +33,6 @@ from ..training.direct_use import refuse_direct_use
 from ..training.fsdp import MODELS
 from ..training.optimizer_guards import guard_optimizers
 from ..training.shared_draws import compare_draws
-from .saved_parts import attach_saving_of_parts
 
 # The ranks of a model must get the same inputs: with different ones they would compute nonsense.
 #

@@ -23,13 +23,13 @@ from ..files.hub_downloads import Repository
 from ..files.manifest import Manifest
 from ..files.model_config import building_failed, read_config, read_generation_config
 from ..files.object_stores import ObjectDirectory
-from ..files.reading import Span
 from ..files.stored_copies import StoredCopy
 from ..format import plan_json
 from ..format.plan import Plan
 from ..hub_options import Hub
+from ..meta.meta_model import build_model, find_class
 from ..option_values import Communication, Compiling, Planning, Training
-from ..parallel.meta_model import build_model, find_class
+from ..storage.reading import Span
 from . import rank_files
 from .data_sharding import DataSharding
 

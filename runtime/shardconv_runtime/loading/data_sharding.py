@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor
 
 from ..comm.mesh import Launch, data_dims, mesh_processes
 from ..errors import LaunchError, OptionError, PlanError
-from ..files.reading import Span, with_rows
 from ..format.header import ShardFile
 from ..parallel.build import stored_tensors
 from ..saving.local_windows import chunk, local_window
+from ..storage.reading import Span, with_rows
 from ..training.fsdp import DataParallel, require_data_dims, shard_parameters
 from .transform import RankModel, ReadTensors, Transform
 

@@ -23,9 +23,9 @@ from ..format import plan_json
 from ..format.plan import Plan
 from ..format.slices import Rows
 from ..format.stored_layout import stored_plans
+from ..meta.meta_model import class_name_of, meta_twin, refuse_other_models
 from ..parallel.build import stored_tensors
 from ..parallel.local_modules import local_view
-from ..parallel.meta_model import class_name_of, meta_twin, refuse_other_models
 from .checked_source import CheckedSource, InMemory
 
 CONFIG_FILES = "shardconv-config-"

@@ -25,7 +25,6 @@ from ..files import fingerprint, manifest
 from ..files.hub_downloads import find
 from ..files.manifest import Manifest
 from ..files.object_stores import ObjectDirectory, find_stored
-from ..files.reading import ReadAhead
 from ..files.small_files import of_stage_of, variant
 from ..files.stored_copies import copy_of
 from ..files.tp_folders import folder_in
@@ -35,6 +34,7 @@ from ..inference.compiling import warm_up_decoding
 from ..keywords import checked_keywords
 from ..loaded import LoadedModel, unwrapped
 from ..option_values import Communication, Compiling, ExampleInputs, Planning, Training
+from ..storage.reading import ReadAhead
 from ..training.fsdp import DataParallel
 from . import rank_files
 from .building import ModelBuilder, transforms

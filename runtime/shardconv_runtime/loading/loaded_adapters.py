@@ -33,7 +33,6 @@ from ..saving.adapter_saving import save_adapters
 from ..saving.stored_model import named_tensors
 from ..versions import converter_function
 from .building import ModelBuilder
-from .checked_source import unsharded
 from .transform import Stored
 
 _REFUSED = {
@@ -97,11 +96,8 @@ def add_adapter(model: nn.Module, config: Any, name: str = DEFAULT, *, seed: int
     plan_text: str = agreement.together(building.start, plan_on_rank_0, agreement.READ_TIMEOUT_S)
     text = agreement.exchange(building.start, plan_text)[0]
     planned = PlannedAdapter(adapter, plan_json.loads(text), plan_json.sha256(text))
-    adapters = AdapterSet.of(
-        {**present_adapters, name: planned},
-        building.checked.plan,
-        lambda: unsharded(building.checked, building.options)[1],
-    )
+    every = {**present_adapters, name: planned}
+    adapters = AdapterSet.of(every, building.checked.plan, building.unsharded_model)
     stored: Stored | None = None
     if not loaded(model).packed:  # modules of packed formats have other tensors than the files
         present, base = named_tensors(model), _base_tensors(model)

@@ -14,7 +14,6 @@ from torch import nn
 
 from ..errors import CheckpointError
 from ..files.checksums import checksums
-from ..files.file_access import WeightFile, is_local
 from ..files.manifest import (
     COMMON_DIRECTORY,
     MANIFEST_NAME,
@@ -28,16 +27,17 @@ from ..files.manifest import (
 )
 from ..files.model_config import CONFIG, GENERATION_CONFIG
 from ..files.object_stores import ObjectDirectory
-from ..files.pinned_reading import Cuda, staged
-from ..files.reading import REMEDY, Adjacent, Span, mapped
-from ..files.remote_shards import fetched
 from ..files.shard_files import check_sample
 from ..format.header import STORED_NAME, ShardFile, StoredTensor
 from ..format.plan import Plan, local_shape, parameter_plans
 from ..format.stored_layout import is_common, layout_sha256, stored_plans
 from ..parallel.build import retie, stored_tensors
 from ..parallel.fused_products import refresh_fused
-from ..parallel.vocabulary_rows import VocabularyRows
+from ..parallel.row_ids import VocabularyRows
+from ..storage.file_access import WeightFile, is_local
+from ..storage.pinned_reading import Cuda, staged
+from ..storage.reading import REMEDY, Adjacent, Span, mapped
+from ..storage.remote_shards import fetched
 from .transform import RankModel, Tensors
 
 

@@ -37,7 +37,7 @@ from ..parallel.local_modules import local_view
 from ..parallel.user_hooks import hook_of_user
 from ..saving.gathering import gathered_on_rank_0, why_not_gathered
 from ..training.checkpointing import FUNCTION
-from .checked_source import CheckedSource, InMemory, LoadOptions, unsharded
+from .checked_source import CheckedSource, InMemory, LoadOptions
 from .in_memory import CONFIG_FILES
 from .transform import Stored
 
@@ -133,8 +133,7 @@ class _Change:
 
 def _change(model: Any, source: Loaded, resize: Callable[[Any, bool], None]) -> tuple[Any, _Change]:
     """Return the unsharded model on meta as it was, and what changes in it."""
-    building = source.building
-    twin: Any = unsharded(building.checked, building.options)[1]
+    twin: Any = source.building.unsharded_model()
     carry_settings(model, twin)
     before, names = _shapes(twin), dict(source.plan.tied)
     other = copy.deepcopy(twin)

@@ -35,7 +35,7 @@ from .layers import WHY_NO_LABELS, without_logits_gather
 from .local_modules import localize_modules
 from .outside_calls import EMBEDDINGS, complete_outside_calls
 from .refusals import refuse, refuse_head_masks, refuse_implementations
-from .vocabulary_rows import VocabularyRows
+from .row_ids import VocabularyRows
 
 if TYPE_CHECKING:
     from .packed_modules import PackedModules

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..comm.collectives import refuse_gradient
 from ..errors import PlanError
-from ..files.windows import tensor_at, tensor_within
+from ..storage.windows import tensor_at, tensor_within
 from .layers import ColumnParallelLinear, Steps, finish
 
 # Tensors in the memory of a storage, which are no views of each other to autograd.

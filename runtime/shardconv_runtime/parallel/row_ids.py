@@ -1,15 +1,16 @@
-"""Global row ids of a table to local ones."""
+"""Global row ids of a table to local ones, and its weight, which refuses to be indexed by them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim.optimizer import _foreach_supported_types
 
 from ..comm.collectives import Communicator
-from ..errors import PlanError
+from ..errors import PlanError, RefusedCallError
 from ..format.dims import Dim, size
 from ..format.slices import ranges
 
@@ -192,3 +193,33 @@ def zero_out_of_shard(x: Tensor, out_of_shard: Tensor) -> Tensor:
         x: local ``[*out_of_shard.shape, ...]``.
     """
     return x.masked_fill(out_of_shard.reshape(out_of_shard.shape + (1,) * (x.dim() - out_of_shard.dim())), 0)
+
+
+# A rank's rows have other numbers than tokens, by which users read and write rows.
+
+
+def _refuse_numbers(self: Tensor, *args: object, **kwargs: object) -> NoReturn:
+    raise RefusedCallError(
+        f"the weight {tuple(self.shape)} of an embedding or a head was indexed, and it has a rank's rows of "
+        "the vocabulary, which are not numbered as tokens. embedding(ids) returns rows of tokens; to "
+        "write some, call local, elsewhere = embedding.rows(ids) on all ranks, and then write to "
+        "embedding.weight.detach()[local[~elsewhere]]"
+    )
+
+
+class _Unnumbered:
+    """Operations of tensors that take numbers of rows."""
+
+    __getitem__ = __setitem__ = index_select = select = _refuse_numbers
+    index_add_ = index_copy_ = index_fill_ = index_put_ = _refuse_numbers
+
+
+class VocabularyRows(_Unnumbered, nn.Parameter):
+    """A weight with a rank's rows of a vocabulary, which refuses to be indexed; otherwise it is a parameter.
+
+    Its ``data`` is a plain tensor, as compiled code expects of parameters.
+    """
+
+
+# Otherwise optimizers on a GPU would go through all parameters one by one. torch appends DTensor in this way.
+_foreach_supported_types.append(VocabularyRows)

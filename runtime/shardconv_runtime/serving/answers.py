@@ -15,17 +15,18 @@ from typing import Any
 import torch
 
 from ..errors import ShardconvError
+from ..openai_api.answer_forms import AnswerPiece
+from ..openai_api.call_syntax import CallSyntax
+from ..openai_api.message_parser import MessageParser
+from ..openai_api.response_templates import ResponseTemplate
+from ..openai_api.schemas import BadRequest, Sampling
+from ..openai_api.text_streams import TextStream
+from ..openai_api.token_texts import TokenTexts
 from .bounded_calls import BoundedCalls
-from .call_syntax import CallSyntax
 from .grammars import PACKAGE, SLOW
 from .media import Images
-from .message_parser import MessageDelta, MessageParser
 from .metrics import Metrics
 from .outside_batch import Job
-from .response_templates import ResponseTemplate
-from .schemas import BadRequest, Sampling, TokenLogprob
-from .text_streams import TextStream
-from .token_texts import TokenTexts
 
 RETRY_AFTER_S = 2
 """Seconds that a client is told to wait if too many requests are answered."""
@@ -129,29 +130,6 @@ class AnswerOptions:
         if seed is None or number == 0:
             return self
         return replace(self, sampling=replace(self.sampling, seed=(seed + number) % 2**63))
-
-
-@dataclass(frozen=True)
-class AnswerPiece:
-    """A part of an answer."""
-
-    text: str
-    num_tokens: int
-    """The number of tokens of the answer so far."""
-    finish_reason: str | None = None
-    """``stop`` or ``length`` in the last one."""
-    logprobs: tuple[TokenLogprob, ...] = ()
-    """The logprobs of the tokens since the piece before, if they were asked for."""
-    is_cut: bool = False
-    """The answer ends here for another reason than that the model has ended it."""
-    message: MessageDelta | None = None
-    """The new parts of the message if the answer is parsed."""
-    end_text: str = ""
-    """The text of the token with which the model has ended the answer, if it is left out of ``text``."""
-    num_cached_tokens: int | None = None
-    """The number of tokens of the prompt that were in the cache; None if the cache does not share."""
-    num_reasoning_tokens: int = 0
-    """The number of tokens of the reasoning so far, if the answer is parsed."""
 
 
 class AnswerFailed(Exception):
@@ -361,6 +339,7 @@ def _add(
             streaming=True,
             eos_token_id=sorted(ends) or -1,
             sampling=wanted.sampling,
+            num_prompt_tokens=len(prompt),
         )
     except ShardconvError as error:
         _forget(served, name)

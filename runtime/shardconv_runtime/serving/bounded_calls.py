@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from .schemas import BadRequest
+from ..openai_api.schemas import BadRequest
 
 WALL_FACTOR = 5
 """A call may take this many times its processor time: other processes compute as well."""

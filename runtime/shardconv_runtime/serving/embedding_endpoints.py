@@ -16,12 +16,12 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from ..openai_api.schemas import BadRequest, Fields, Text, Token, prompt_token_ids
 from .answers import AnswerFailed
 from .bounded_calls import BoundedCalls
 from .endpoints import new_application, require_model
 from .metrics import Metrics
 from .prompts import token_ids
-from .schemas import BadRequest, Fields, Text, Token, prompt_token_ids
 
 LOG = logging.getLogger(__name__)
 MOST_INPUTS = 2048

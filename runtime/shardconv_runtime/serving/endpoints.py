@@ -17,19 +17,26 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
+from ..openai_api.answer_forms import AnswerForm, AnswerPiece, kind_of_error
+from ..openai_api.chat_grammars import chat_constraint
+from ..openai_api.chat_request import ChatRequest
+from ..openai_api.message_parser import MessageParser
+from ..openai_api.response_form import ResponseForm
+from ..openai_api.response_templates import ResponseTemplate
+from ..openai_api.responses_request import ResponsesRequest
+from ..openai_api.schemas import (
+    COMPLETION_TOKENS,
+    BadRequest,
+    CompletionRequest,
+    ErrorBody,
+    ErrorResponse,
+    Sampling,
+)
 from ..versions import __version__
-from .answer_forms import AnswerForm, kind_of_error
-from .answers import RETRY_AFTER_S, AnswerFailed, AnswerOptions, AnswerPiece, Served, answer, parsed
+from .answers import RETRY_AFTER_S, AnswerFailed, AnswerOptions, Served, answer, parsed
 from .body_limit import BodyLimit
-from .chat_grammars import chat_constraint
-from .chat_request import ChatRequest
-from .message_parser import MessageParser
 from .metrics import Metrics
 from .prompts import token_ids
-from .response_form import ResponseForm
-from .response_templates import ResponseTemplate
-from .responses_request import ResponsesRequest
-from .schemas import COMPLETION_TOKENS, BadRequest, CompletionRequest, ErrorBody, ErrorResponse, Sampling
 
 LOG = logging.getLogger(__name__)
 Indexed = tuple[int, AnswerPiece]
@@ -199,7 +206,8 @@ async def _respond(
     form: AnswerForm | ResponseForm
     if asked is None:
         form = AnswerForm(
-            served,
+            served.name,
+            served.token_texts,
             is_chat,
             prompts,
             len(answers),
@@ -208,7 +216,7 @@ async def _respond(
             has_usage=body.stream_options is not None and body.stream_options.include_usage,
         )
     else:
-        form = ResponseForm(served, asked, len(prompts[0]))
+        form = ResponseForm(served.name, asked, len(prompts[0]))
     pieces = merged(answers)
     if body.stream:
         first = await anext(pieces)  # invalid requests are refused before the stream begins

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..openai_api.schema_keywords import ignored_part
+from ..openai_api.schemas import BadRequest, Constraint
+from ..openai_api.structural_tags import MOST_SPACES, schemas_of_tag
 from .bounded_calls import MEMORY_BYTES, BoundedCalls, CallEndedError, ForkServer, printed
-from .schema_keywords import ignored_part
-from .schemas import BadRequest, Constraint
-from .structural_tags import MOST_SPACES, schemas_of_tag
 
 PACKAGE = "xgrammar"
 MOST_CHARACTERS = 65_536

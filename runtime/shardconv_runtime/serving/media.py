@@ -18,11 +18,11 @@ from urllib.parse import urlsplit
 
 import torch
 
+from ..openai_api.chat_request import ChatRequest
+from ..openai_api.schemas import BadRequest
 from .bounded_calls import BoundedCalls, CallEndedError
-from .chat_request import ChatRequest
 from .grammars import Prepared
 from .prompts import require_template_variables
-from .schemas import BadRequest
 
 MOST_IMAGES = 16
 """Most images of one request."""

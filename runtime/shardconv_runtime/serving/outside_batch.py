@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria, StoppingCriteriaList
 
 from ..errors import LaunchError, brief
+from ..openai_api.schemas import Sampling
 from .request_sampling import RequestProcessor
-from .schemas import Sampling
 
 LOG = logging.getLogger(__name__)
 
@@ -155,12 +155,12 @@ class _Chooser(LogitsProcessor):  # type: ignore[misc]
         self.tokens: list[int] = []
         self._processor = processor
         self._tell = tell
+        prompt = job.inputs["input_ids"][0].tolist()
         self._state = SimpleNamespace(
             request_id=job.name,
-            initial_tokens=job.inputs["input_ids"][0].tolist(),
+            initial_tokens=prompt,
             generated_tokens=self.tokens,
-            _true_initial_tokens=0,
-            logit_processor_kwargs={"sampling": job.sampling},
+            logit_processor_kwargs={"sampling": job.sampling, "num_prompt_tokens": len(prompt)},
         )
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:

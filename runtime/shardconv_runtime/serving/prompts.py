@@ -13,10 +13,10 @@ from typing import Any, Protocol
 # Private, but it reads templates as transformers renders them.
 from transformers.utils.chat_template_utils import _get_template_variables
 
+from ..openai_api.chat_request import ChatRequest
+from ..openai_api.schemas import BadRequest
 from .bounded_calls import BoundedCalls, CallEndedError
-from .chat_request import ChatRequest
 from .grammars import Prepared
-from .schemas import BadRequest
 
 
 class TextRequest(Protocol):

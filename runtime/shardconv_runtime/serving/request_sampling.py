@@ -28,8 +28,8 @@ from transformers import (
 from transformers.generation.continuous_batching import cb_logits_processors
 
 from ..errors import ShardconvError
+from ..openai_api.schemas import DEFAULT_FIELDS, Sampling, TokenLogprob
 from .grammars import NO_TOKEN, SLOW
-from .schemas import DEFAULT_FIELDS, Sampling, TokenLogprob
 
 HONORED = (*DEFAULT_FIELDS, "do_sample", "eos_token_id")
 NOT_OF_TOKENS = (
@@ -119,7 +119,7 @@ class RequestProcessor(cb_logits_processors.ContinuousBatchingLogitsProcessor): 
         is_with_rank_0: rank 0 sees the notes of this rank; of stages, only the last one has logits.
     """
 
-    supported_kwargs = {"sampling": Sampling}  # noqa: RUF012 (as in the base class)
+    supported_kwargs = {"sampling": Sampling, "num_prompt_tokens": int}  # noqa: RUF012 (as in the base class)
     ignored_kwargs = ()
 
     def __init__(self, processor: Any) -> None:
@@ -253,7 +253,7 @@ _GENERATOR, _FOLLOWED = "_shardconv_generator", "_shardconv_followed"
 
 def _tokens(state: Any) -> tuple[list[int], list[int]]:
     """Return prompt and answer so far; a request that was taken out of the cache begins again with both."""
-    end = state._true_initial_tokens or len(state.initial_tokens)
+    end = state.logit_processor_kwargs["num_prompt_tokens"]
     return state.initial_tokens[:end], state.initial_tokens[end:] + state.generated_tokens
 
 

@@ -27,9 +27,11 @@ from ..errors import OptionError, ShardconvError, brief
 from ..hub_options import Hub
 from ..loaded import loaded
 from ..loading.load import load
+from ..openai_api.call_syntax import call_syntax, content_marks
+from ..openai_api.response_templates import ResponseTemplate, template_of_file, template_of_tokenizer
+from ..openai_api.schemas import Sampling
 from .answers import AnswerOptions, Served, answer, end_tokens
 from .bounded_calls import BoundedCalls, ForkServer
-from .call_syntax import call_syntax, content_marks
 from .embedding_endpoints import ServedEmbeddings, embedding_application
 from .embedding_ranks import EmbeddingRanks
 from .endpoints import application
@@ -38,8 +40,6 @@ from .media import Images
 from .outside_batch import OutsideBatch
 from .prompts import PROMPT_S, PROMPTS_AT_A_TIME
 from .request_sampling import default_sampling, processor_of, serving_config
-from .response_templates import ResponseTemplate, template_of_file, template_of_tokenizer
-from .schemas import Sampling
 
 V = TypeVar("V")
 CPU_BLOCKS = 128

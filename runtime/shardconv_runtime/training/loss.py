@@ -20,7 +20,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from ..comm.collectives import Communicator
+from ..comm.collectives import Communicator, refuse_second_gradient
 from ..errors import ShardconvError
 from ..format.dims import Dim, axes_of, size, to_text
 from ..format.slices import Range, gather_index, local_size
@@ -143,11 +143,7 @@ class TokenLosses(torch.autograd.Function):
         Args:
             grad: replicated ``[T]``.
         """
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise LossInputError(
-                "the loss of sharded logits can be differentiated once; leave create_graph out, or compute "
-                "the loss of the full logits"
-            )
+        refuse_second_gradient()
         logits, ids, out_of_shard, ignored, largest, sums = ctx.saved_tensors
         grad = grad.masked_fill(ignored, 0)
         per_label = (grad * (1 - ctx.smoothing)).masked_fill(out_of_shard, 0)

@@ -19,7 +19,7 @@ import shardconv
 from shardconv import cli
 from shardconv.cli import export_command
 from shardconv.cli.entry import EXIT_CODES
-from shardconv.converted.push import Pushed
+from shardconv.hub.push import Pushed
 from shardconv.reporting.records import REPORTS
 
 SCHEMAS = json.loads((ROOT / "docs" / "schemas" / "reports.json").read_text())

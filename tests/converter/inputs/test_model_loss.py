@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from shardconv_runtime.parallel.meta_model import build_model
+from shardconv_runtime.meta.meta_model import build_model
 from zoo.models import build
 
 from shardconv.dim_analysis.rules import RULES

@@ -14,7 +14,7 @@ from shardconv_runtime.checkpoint.resolve import resolve
 from shardconv_runtime.format.dims import Leaf, axes_of
 from shardconv_runtime.format.plan import parameter_plans
 from shardconv_runtime.hub_options import Hub
-from shardconv_runtime.parallel.meta_model import build_model
+from shardconv_runtime.meta.meta_model import build_model
 
 from shardconv.adapted_plan import Adaptation
 from shardconv.arguments import SolveOptions

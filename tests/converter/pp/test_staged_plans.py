@@ -17,7 +17,7 @@ from shardconv_runtime.format.pipeline_stages import PlaceholderDim, StagedModul
 from shardconv_runtime.format.plan import Plan, parameter_plans
 from shardconv_runtime.format.plan_json import of_sequence
 from shardconv_runtime.format.stage_names import held_before, held_names, staged_modules, stages_of
-from shardconv_runtime.parallel.meta_model import build_model
+from shardconv_runtime.meta.meta_model import build_model
 from small_models import small_config
 from torch import Tensor, nn
 from zoo.models import build

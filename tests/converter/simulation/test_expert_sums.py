@@ -14,7 +14,7 @@ from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.format.dims import axes_of
 from shardconv_runtime.format.plan import Plan, parameter_plans
 from shardconv_runtime.format.slices import ranges
-from shardconv_runtime.parallel.meta_model import build_model
+from shardconv_runtime.meta.meta_model import build_model
 from torch import Tensor, nn
 
 from shardconv.arguments import SolveOptions

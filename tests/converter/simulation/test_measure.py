@@ -13,8 +13,8 @@ from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.comm.collectives import Communicator
 from shardconv_runtime.format.measured import MemoryPlan, cache_bytes, prefill_bytes
 from shardconv_runtime.format.plan import Plan
+from shardconv_runtime.meta.meta_model import build_model
 from shardconv_runtime.parallel.build import owner_of, parallelize, retie, stored_tensors
-from shardconv_runtime.parallel.meta_model import build_model
 from torch import Tensor, nn
 from zoo.models import build
 

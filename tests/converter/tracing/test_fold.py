@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import transformers
 from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.format.names import expand_all
-from shardconv_runtime.parallel.meta_model import build_model
+from shardconv_runtime.meta.meta_model import build_model
 from torch import Tensor, nn
 
 from shardconv.arguments import SolveOptions

@@ -133,7 +133,7 @@ def test_nothing_is_compiled(llama: Case, monkeypatch: pytest.MonkeyPatch) -> No
 
     attention = transformers.integrations.flex_attention.WrappedFlexAttention
     monkeypatch.setattr(torch, "compile", compiled)
-    monkeypatch.setattr(attention, "_instance", kept := object())
+    monkeypatch.setattr(attention, "_instance", None)
     ran: list[str] = []
     evaluate = Simulation.evaluate
 
@@ -144,7 +144,9 @@ def test_nothing_is_compiled(llama: Case, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(Simulation, "evaluate", evaluated)
     assert not implementations.wrong_others(llama)
     assert ran == ["flex_attention"]
-    assert (torch.compile, attention._instance) == (compiled, kept)
+    assert torch.compile is compiled
+    with pytest.raises(AssertionError, match="flex_attention"):
+        attention(False)()()
 
 
 def test_one_thread_computes_while_a_plan_is_made(monkeypatch: pytest.MonkeyPatch) -> None:

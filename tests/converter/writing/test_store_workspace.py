@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 from s3_server import BUCKET, Store, s3_store
 from shardconv_runtime.checkpoint.lazy_tensor import LazyTensor
-from shardconv_runtime.files import checksums, store_client
+from shardconv_runtime.files import checksums
 from shardconv_runtime.files.manifest import MANIFEST_NAME
 from shardconv_runtime.files.small_files import CACHE_VARIABLE
+from shardconv_runtime.storage import store_client
 from small_conversion import Model, Stages, placed
 
 from shardconv.writing import local_files, store_objects, streamed_files, writer

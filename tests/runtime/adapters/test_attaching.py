@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from shardconv_runtime.adapters.adapter_files import write_adapter
 from shardconv_runtime.adapters.attaching import Adapter, attach, read_config
 from shardconv_runtime.errors import SourceError
+from shardconv_runtime.meta.meta_model import build_model
 from shardconv_runtime.parallel.build import stored_tensors
-from shardconv_runtime.parallel.meta_model import build_model
 from torch import nn
 
 CONFIG = transformers.LlamaConfig(**SMALL)

@@ -16,7 +16,7 @@ class Scheduler:
         self.waiting_requests = {name: SimpleNamespace(request_id=name) for name in names}
         self.max_requests_per_batch = 100
         self.is_full = False
-        self._requests_to_cancel: set[str] = set()
+        self.cancelled: set[str] = set()
 
     def schedule_batch(self, *budgets: int) -> tuple[Any, ...]:
         names = [*self.active_requests, *self.waiting_requests][: self.max_requests_per_batch]
@@ -26,8 +26,11 @@ class Scheduler:
             self.active_requests.setdefault(name, self.waiting_requests.pop(name, None))
         return [SimpleNamespace(state=self.active_requests[name]) for name in names], *budgets
 
+    def set_request_cancellation(self, name: str) -> None:
+        self.cancelled.add(name)
+
     def clear_cancelled_requests(self) -> list[str]:
-        cleared, self._requests_to_cancel = sorted(self._requests_to_cancel), set()
+        cleared, self.cancelled = sorted(self.cancelled), set()
         return cleared
 
 
@@ -64,7 +67,8 @@ def test_a_request_in_flight_is_cancelled_later() -> None:
     scheduler = Scheduler("abcd")
     steps = StepsInFlight(scheduler, 2)
     first = scheduler.schedule_batch()
-    scheduler._requests_to_cancel = {"a", "d"}
+    for name in "ad":
+        scheduler.set_request_cancellation(name)
     assert scheduler.clear_cancelled_requests() == ["d"]
     steps.end(first[0])
     assert scheduler.clear_cancelled_requests() == ["a"]

@@ -15,10 +15,10 @@ from shardconv_runtime.errors import PlanError
 from shardconv_runtime.format.dims import Leaf
 from shardconv_runtime.format.plan import AttributeOverride, ModulePlan, Plan, local_shape, parameter_plans
 from shardconv_runtime.format.slices import Mesh
+from shardconv_runtime.meta.meta_model import build_model
 from shardconv_runtime.parallel.attribute_overrides import apply_overrides
 from shardconv_runtime.parallel.build import parallelize
 from shardconv_runtime.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from shardconv_runtime.parallel.meta_model import build_model
 from small_models import small_config
 from torch import Tensor, nn
 from transformers import PreTrainedConfig

@@ -17,8 +17,8 @@ from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.comm.collectives import Communicator
 from shardconv_runtime.errors import RefusedCallError
 from shardconv_runtime.format.plan import Plan, parameter_plans
+from shardconv_runtime.meta.meta_model import build_model
 from shardconv_runtime.parallel.build import parallelize, stored_tensors
-from shardconv_runtime.parallel.meta_model import build_model
 from shardconv_runtime.training.prepare import TrainingForm, parallelize_for_training
 from torch import Tensor, nn
 from torch.utils import _pytree

@@ -16,12 +16,12 @@ pytest.importorskip("prometheus_client")
 
 from scripted_server import Output, ScriptedManager
 from shardconv_runtime.errors import ShardconvError
+from shardconv_runtime.openai_api.schemas import Sampling, TokenLogprob
 from shardconv_runtime.serving import answers
 from shardconv_runtime.serving.answers import Served
 from shardconv_runtime.serving.body_limit import BodyLimit
 from shardconv_runtime.serving.endpoints import application
 from shardconv_runtime.serving.request_sampling import default_sampling
-from shardconv_runtime.serving.schemas import Sampling, TokenLogprob
 from transformers import GenerationConfig
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from hostile_requests import CHARACTERS, letters
+from shardconv_runtime.openai_api.schemas import BadRequest, CompletionRequest, Constraint, Sampling
 from shardconv_runtime.serving.grammars import MOST_CHARACTERS, Grammars
 from shardconv_runtime.serving.request_sampling import RequestProcessor
-from shardconv_runtime.serving.schemas import BadRequest, CompletionRequest, Constraint, Sampling
 from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState
 
 pytest.importorskip("xgrammar")
@@ -50,7 +50,7 @@ def answer(processor: RequestProcessor, states: list[RequestState], steps: int) 
 
 
 def asked(name: str, sampling: Sampling) -> RequestState:
-    return RequestState(name, [5, 6], logit_processor_kwargs={"sampling": sampling})
+    return RequestState(name, [5, 6], logit_processor_kwargs={"sampling": sampling, "num_prompt_tokens": 2})
 
 
 def test_answers_follow_their_schemas(processor: RequestProcessor, tokenizer: Any) -> None:

@@ -13,9 +13,9 @@ import pytest
 
 pytest.importorskip("fastapi")
 
+from shardconv_runtime.openai_api.schemas import BadRequest
 from shardconv_runtime.serving import media
 from shardconv_runtime.serving.media import image_bytes, public_address
-from shardconv_runtime.serving.schemas import BadRequest
 
 HERE = frozenset({"127.0.0.1"})
 

@@ -11,8 +11,8 @@ import torch
 import transformers
 from converted import random_llama
 from shardconv_runtime.errors import ShardconvError
+from shardconv_runtime.openai_api.schemas import Sampling
 from shardconv_runtime.serving.request_sampling import RequestProcessor, processor_of, serving_config
-from shardconv_runtime.serving.schemas import Sampling
 from torch import Tensor
 from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState
 
@@ -26,7 +26,7 @@ def model() -> Any:
 
 
 def state(name: str, prompt: list[int], sampling: Sampling | None) -> RequestState:
-    options = {} if sampling is None else {"sampling": sampling}
+    options = {} if sampling is None else {"sampling": sampling, "num_prompt_tokens": len(prompt)}
     return RequestState(name, list(prompt), logit_processor_kwargs=options)
 
 

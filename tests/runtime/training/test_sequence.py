@@ -13,7 +13,7 @@ from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.comm.collectives import Communicator
 from shardconv_runtime.errors import PlanError
 from shardconv_runtime.format.plan import Plan
-from shardconv_runtime.parallel.meta_model import build_model
+from shardconv_runtime.meta.meta_model import build_model
 from shardconv_runtime.training.prepare import TrainingForm, parallelize_for_training
 from torch import Tensor, nn
 from zoo.models import build

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from shardconv_runtime.files import remote_shards
-from shardconv_runtime.files.pinned_reading import staged
-from shardconv_runtime.files.reading import mapped, with_rows
-from shardconv_runtime.files.remote_files import RangeReader, RemoteFile
-from shardconv_runtime.files.remote_shards import fetched
 from shardconv_runtime.format.header import ShardFile, read_header
 from shardconv_runtime.format.slices import Range
+from shardconv_runtime.storage import remote_shards
+from shardconv_runtime.storage.pinned_reading import staged
+from shardconv_runtime.storage.reading import mapped, with_rows
+from shardconv_runtime.storage.remote_files import RangeReader, RemoteFile
+from shardconv_runtime.storage.remote_shards import fetched
 from test_reading import Host, assert_same
 from torch import Tensor
 

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .answers import AnswerPiece, Served
+from .answer_forms import AnswerPiece
 from .message_parser import MessageDelta, ToolCall
 from .responses_request import ResponsesRequest
 
@@ -24,13 +24,13 @@ class ResponseForm:
         last: the last piece of the answer, of which there is one.
     """
 
-    def __init__(self, served: Served, asked: ResponsesRequest, num_prompt_tokens: int) -> None:
+    def __init__(self, model: str, asked: ResponsesRequest, num_prompt_tokens: int) -> None:
         self._asked = asked
         self._num_prompt_tokens = num_prompt_tokens
         self._begin = time.perf_counter()
         self._id = f"resp_{uuid.uuid4().hex}"
         self._created = int(time.time())
-        self._model = served.name
+        self._model = model
         self._output: list[dict[str, Any]] = []
         """Items that are complete."""
         self._open: dict[str, Any] | None = None

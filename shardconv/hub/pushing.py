@@ -18,10 +18,10 @@ from huggingface_hub import cached_assets_path, constants
 from shardconv_runtime.errors import CheckpointError, PlanError
 from shardconv_runtime.files.checksums import sha256_of_file
 from shardconv_runtime.files.converted_files import ConvertedFiles
-from shardconv_runtime.files.file_access import WeightFile, num_bytes, stamp
 from shardconv_runtime.files.manifest import MANIFEST_NAME, PLAN_NAME
 from shardconv_runtime.files.tp_folders import Folder, folders
 from shardconv_runtime.format.typed_json import write_text
+from shardconv_runtime.storage.file_access import WeightFile, num_bytes, stamp
 
 from ..reporting.picture import picture
 from ..reporting.progress import Progress

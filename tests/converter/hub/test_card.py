@@ -15,8 +15,8 @@ from shardconv_runtime.format.plan import Plan
 from shown_plans import EVIL, evil_plan
 from small_models import hand_plan, small_config
 
-from shardconv.converted.card import BEGIN, END, escaped, merged, model_card
-from shardconv.converted.published import Published
+from shardconv.hub.card import BEGIN, END, escaped, merged, model_card
+from shardconv.hub.published import Published
 
 BASE = """---
 license: other

@@ -6,7 +6,7 @@ import pytest
 from huggingface_hub import ModelCard
 from shardconv_runtime.errors import SourceError
 
-from shardconv.converted.card import BEGIN, END, merged
+from shardconv.hub.card import BEGIN, END, merged
 
 CARD = f"---\ntags:\n- made\nlicense: mit\n---\n\n{BEGIN}\n# New\n{END}\n"
 

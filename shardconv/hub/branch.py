@@ -7,6 +7,7 @@ asks the Hub which contents it lacks, uploads these (through Xet or plain HTTP),
 from __future__ import annotations
 
 import io
+import os
 import re
 import tempfile
 import threading
@@ -15,21 +16,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
 from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from shardconv_runtime.errors import OptionError, ShardconvError, SourceError
-from shardconv_runtime.files.hub_errors import explain, hub_error, hub_failure, is_temporary
-from shardconv_runtime.files.hub_time_limits import bounded
-from shardconv_runtime.files.remote_files import RemoteFile
 from shardconv_runtime.hub_options import option
+from shardconv_runtime.storage.hub_errors import explain, hub_error, hub_failure, is_temporary
+from shardconv_runtime.storage.hub_time_limits import bounded
+from shardconv_runtime.storage.remote_files import RemoteFile
 
 from ..reporting.progress import Advance
 from .published import HubFile, Item, Tree
-from .remote_bytes import BUFFER_BYTES, RemoteBytes
 
 Value = TypeVar("Value")
 
@@ -41,6 +41,8 @@ THREADS = 4
 """Files that are sent at the same time."""
 SAMPLE_BYTES = 512
 """First bytes of a file, by which the Hub decides where it stores the file."""
+BUFFER_BYTES = 8 << 20
+"""Bytes of one request to an object store."""
 MAIN = "main"
 
 
@@ -59,14 +61,14 @@ class _Addition(CommitOperationAdd):
             info, size = self.upload_info, self.remote.num_bytes
             info.size, info.sample = size, bytes(self.remote.reader().read(0, min(SAMPLE_BYTES, size)))
             # A stream, since Xet sends files and bytes that are here only; the client sends it over HTTP.
-            self.path_or_fileobj = io.BufferedReader(RemoteBytes(self.remote), BUFFER_BYTES)
+            self.path_or_fileobj = io.BufferedReader(_RemoteBytes(self.remote), BUFFER_BYTES)
 
     @contextmanager
     def as_file(self, with_tqdm: bool = False) -> Iterator[BinaryIO]:
         """Open the content; the client passes ``with_tqdm`` when it sends it."""
         advance = self.advance if with_tqdm else lambda num_bytes: None
         if self.remote is not None:
-            with _ReportingFile(RemoteBytes(self.remote), BUFFER_BYTES, advance) as file:
+            with _ReportingFile(_RemoteBytes(self.remote), BUFFER_BYTES, advance) as file:
                 yield file
         elif with_tqdm and isinstance(self.path_or_fileobj, str):
             with _ReportingFile(io.FileIO(self.path_or_fileobj), io.DEFAULT_BUFFER_SIZE, advance) as file:
@@ -74,6 +76,34 @@ class _Addition(CommitOperationAdd):
         else:
             with super().as_file() as file:
                 yield file
+
+
+class _RemoteBytes(io.RawIOBase):
+    """The bytes of a file in an object store, read by ranges and sent without a copy here; to be buffered."""
+
+    def __init__(self, file: RemoteFile) -> None:
+        self._reader, self._num_bytes, self._position = file.reader(), file.num_bytes, 0
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        """Move to a byte, and return its number."""
+        origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._num_bytes}[whence]
+        self._position = origin + offset
+        return self._position
+
+    def readinto(self, buffer: Any, /) -> int:
+        """Read the next bytes, and return their number: 0 at the end."""
+        into = memoryview(buffer).cast("B")[: max(0, self._num_bytes - self._position)]
+        self._reader.read_into(self._position, into)
+        self._position += len(into)
+        return len(into)
 
 
 class _ReportingFile(io.BufferedReader):

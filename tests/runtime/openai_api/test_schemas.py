@@ -10,8 +10,8 @@ import pytest
 
 pydantic = pytest.importorskip("pydantic")
 
-from shardconv_runtime.serving.chat_request import ChatRequest  # noqa: E402
-from shardconv_runtime.serving.schemas import CompletionRequest, Sampling  # noqa: E402
+from shardconv_runtime.openai_api.chat_request import ChatRequest  # noqa: E402
+from shardconv_runtime.openai_api.schemas import CompletionRequest, Sampling  # noqa: E402
 
 DEFAULTS = Sampling(0.7, 0.9, 20, 0.1)
 

@@ -6,16 +6,40 @@ import json
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from .answers import AnswerPiece, Served
 from .message_parser import MessageDelta
 from .schemas import TokenLogprob
 from .text_streams import TextStream
+from .token_texts import TokenTexts
 
 LOG = logging.getLogger(__name__)
 LEAST_LOGPROB = -9999.0
 """For tokens that the model excludes: JSON has no infinity; OpenAI's API has this number."""
+
+
+@dataclass(frozen=True)
+class AnswerPiece:
+    """A part of an answer."""
+
+    text: str
+    num_tokens: int
+    """The number of tokens of the answer so far."""
+    finish_reason: str | None = None
+    """``stop`` or ``length`` in the last one."""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """The logprobs of the tokens since the piece before, if they were asked for."""
+    is_cut: bool = False
+    """The answer ends here for another reason than that the model has ended it."""
+    message: MessageDelta | None = None
+    """The new parts of the message if the answer is parsed."""
+    end_text: str = ""
+    """The text of the token with which the model has ended the answer, if it is left out of ``text``."""
+    num_cached_tokens: int | None = None
+    """The number of tokens of the prompt that were in the cache; None if the cache does not share."""
+    num_reasoning_tokens: int = 0
+    """The number of tokens of the reasoning so far, if the answer is parsed."""
 
 
 class AnswerForm:
@@ -23,7 +47,8 @@ class AnswerForm:
 
     def __init__(
         self,
-        served: Served,
+        model: str,
+        texts: TokenTexts,
         is_chat: bool,
         prompts: Sequence[Sequence[int]],
         count: int,
@@ -38,15 +63,15 @@ class AnswerForm:
         self._num_choices = count // len(prompts)
         self._num_prompt_tokens = sum(map(len, prompts))
         self._begin = time.perf_counter()
-        self._head = {"id": f"cmpl-{time.time_ns():x}", "created": int(time.time()), "model": served.name}
-        self._texts = served.token_texts
+        self._head = {"id": f"cmpl-{time.time_ns():x}", "created": int(time.time()), "model": model}
+        self._texts = texts
         self._shown: list[list[int]] = [[] for _ in range(count)]
         """Tokens of each answer whose logprobs were shown."""
         self._offsets = [0] * count
         self._num_calls = [0] * count
         """Calls of tools that were told of each answer."""
         self._streams = [
-            TextStream(served.tokenizer, skip_special_tokens=skip_special_tokens) for _ in range(count)
+            TextStream(texts.tokenizer, skip_special_tokens=skip_special_tokens) for _ in range(count)
         ]
         self.headers = {"x-request-id": str(self._head["id"])}
         self.last: list[AnswerPiece | None] = [None] * count

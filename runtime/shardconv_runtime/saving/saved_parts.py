@@ -21,8 +21,7 @@ from ..errors import RefusedCallError
 from ..format.plan import parameter_plans
 from ..loaded import loaded
 from ..parallel.build import owner_of, retie, stored_tensors
-from ..saving.gathering import gathered_on_rank_0, why_not_gathered
-from .checked_source import unsharded
+from .gathering import gathered_on_rank_0, why_not_gathered
 
 METHOD = "save_pretrained"
 
@@ -45,7 +44,7 @@ def _save_part(model: Any, path: str, save_directory: str | os.PathLike[str], **
             f"{METHOD} of {path}: {why}; call it on the whole model on all ranks, and load what that wrote "
             "with `from_pretrained` of the part's class"
         )
-    twin: Any = unsharded(source.building.checked, source.building.options)[1]
+    twin: Any = source.building.unsharded_model()
     first_names, plans = dict(source.plan.tied), parameter_plans(source.plan)
     tensors = {
         name: tensor

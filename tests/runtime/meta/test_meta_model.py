@@ -15,8 +15,8 @@ import pytest
 import torch
 import transformers
 from shardconv_runtime.errors import PlanError
-from shardconv_runtime.parallel.lazy_init import LazyInit
-from shardconv_runtime.parallel.meta_model import build_model, find_class
+from shardconv_runtime.meta.lazy_init import LazyInit
+from shardconv_runtime.meta.meta_model import build_model, find_class
 from torch import Tensor, nn
 
 SMALL = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 64}

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from shardconv_runtime.errors import CheckpointError
 from shardconv_runtime.files import manifest
-from shardconv_runtime.files.file_access import WeightFile, read_bytes
 from shardconv_runtime.files.manifest import MANIFEST_NAME, Manifest
 from shardconv_runtime.files.tp_folders import Folder
 from shardconv_runtime.format.plan import Plan
+from shardconv_runtime.storage.file_access import WeightFile, read_bytes
 
-from .shards import of_all_stages
+from ..converted.shards import of_all_stages
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,13 +23,13 @@ from quantized_checkpoints import dequantized
 from quick_calls import real_fsync
 from safetensors.torch import load_file, save_file
 from shardconv_runtime.errors import CheckpointError
-from shardconv_runtime.files import reading
-from shardconv_runtime.files.pinned_reading import ALIGNMENT, DeviceEvent, staged
-from shardconv_runtime.files.reading import ReadAhead, mapped
 from shardconv_runtime.format.dims import Leaf
 from shardconv_runtime.format.header import STORED_NAME, ShardFile, read_header
 from shardconv_runtime.format.plan import PackedDim, PackedTensor, Packing, ParameterPlan
 from shardconv_runtime.loading import packed_models, rank_files
+from shardconv_runtime.storage import reading
+from shardconv_runtime.storage.pinned_reading import ALIGNMENT, DeviceEvent, staged
+from shardconv_runtime.storage.reading import ReadAhead, mapped
 from torch import Tensor
 
 Read = Callable[[Sequence[ShardFile]], Generator[tuple[str, Tensor]]]

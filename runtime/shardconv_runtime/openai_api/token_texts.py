@@ -15,10 +15,14 @@ INCOMPLETE = "\ufffd"
 
 
 class TokenTexts:
-    """The tokens of a tokenizer, as they are within a text."""
+    """The tokens of a tokenizer, as they are within a text.
+
+    Attributes:
+        tokenizer: of the model.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._known: dict[tuple[int, bool], str] = {}
 
     def text(self, token: int, is_first: bool) -> str:
@@ -35,7 +39,7 @@ class TokenTexts:
         text = self.text(token, is_first)
         if INCOMPLETE not in text:
             return text.encode(errors="replace")
-        name = str(self._tokenizer.convert_ids_to_tokens(token))
+        name = str(self.tokenizer.convert_ids_to_tokens(token))
         if single := re.fullmatch("<0x([0-9A-F]{2})>", name):
             return bytes([int(single[1], 16)])
         if all(character in BYTE_OF for character in name):
@@ -59,7 +63,7 @@ class TokenTexts:
         return text[len(before) :] if text.startswith(before) else before
 
     def _decode(self, tokens: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))
+        return str(self.tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))
 
 
 MOST_KNOWN = 2**16

@@ -21,10 +21,9 @@ from ..default_modes import in_default_modes
 from ..errors import RefusedCallError
 from ..format.plan import parameter_plans
 from ..loaded import Loaded, loaded
+from ..meta.recorded_construction import Construction
 from ..parallel.build import stored_tensors
 from ..parallel.local_modules import local_view
-from ..parallel.recorded_construction import Construction
-from .checked_source import unsharded
 
 METHOD = "initialize_weights"
 """The method of transformers that ``init_weights`` and ``post_init`` call."""
@@ -85,7 +84,7 @@ def _draw(model: Any, source: Loaded, marks: _Marks, seed: int) -> None:
         raise RefusedCallError(
             f"{METHOD}: the model has adapters, or FSDP has sharded its parameters; call it before that"
         )
-    twin: Any = unsharded(source.building.checked, source.building.options)[1]
+    twin: Any = source.building.unsharded_model()
     marks.put(twin)
     construction = Construction(lambda step: seed + step)
     with construction.active():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from shardconv_runtime.serving.text_streams import TextStream
+from shardconv_runtime.openai_api.text_streams import TextStream
 
 
 class Bytes:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from shardconv_runtime.files.file_access import (
+from shardconv_runtime.storage.file_access import (
     header,
     identity,
     is_local,

@@ -16,10 +16,10 @@ from shardconv_runtime.default_modes import in_default_modes
 from shardconv_runtime.files import manifest
 from shardconv_runtime.files.converted_files import parts_of
 
+from ..converted.verify import verify
 from ..reporting.progress import Progress, Silent
 from ..reporting.summary import human_bytes
 from .published import new_bytes, published
-from .verify import verify
 
 
 @dataclass(frozen=True, slots=True)

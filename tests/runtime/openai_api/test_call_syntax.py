@@ -16,13 +16,13 @@ from response_shapes import SHAPES
 pytest.importorskip("xgrammar")
 
 import xgrammar
-from shardconv_runtime.serving.call_syntax import CallSyntax, call_syntax, content_marks
-from shardconv_runtime.serving.chat_grammars import chat_constraint
-from shardconv_runtime.serving.chat_request import ChatRequest
+from shardconv_runtime.openai_api.call_syntax import CallSyntax, call_syntax, content_marks
+from shardconv_runtime.openai_api.chat_grammars import chat_constraint
+from shardconv_runtime.openai_api.chat_request import ChatRequest
+from shardconv_runtime.openai_api.message_parser import MessageDelta, MessageParser
+from shardconv_runtime.openai_api.response_templates import ResponseTemplate
+from shardconv_runtime.openai_api.schemas import BadRequest
 from shardconv_runtime.serving.grammars import Prepared, compiled_grammar, prepare_calls
-from shardconv_runtime.serving.message_parser import MessageDelta, MessageParser
-from shardconv_runtime.serving.response_templates import ResponseTemplate
-from shardconv_runtime.serving.schemas import BadRequest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from response_shapes import CALL, SHAPES
-from shardconv_runtime.serving.message_parser import MessageDelta, MessageParser
-from shardconv_runtime.serving.response_templates import ResponseTemplate
+from shardconv_runtime.openai_api.message_parser import MessageDelta, MessageParser
+from shardconv_runtime.openai_api.response_templates import ResponseTemplate
 from transformers.utils.chat_parsing import parse_response
 
 TOOLS = [

@@ -11,7 +11,11 @@ from typing import Any
 import pytest
 from response_shapes import SHAPES
 from shardconv_runtime.errors import OptionError
-from shardconv_runtime.serving.response_templates import mark_texts, template_of_file, template_of_tokenizer
+from shardconv_runtime.openai_api.response_templates import (
+    mark_texts,
+    template_of_file,
+    template_of_tokenizer,
+)
 
 SPEC = SHAPES["content without a mark"].template
 

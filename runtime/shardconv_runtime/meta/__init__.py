@@ -1,0 +1,1 @@
+"""The unsharded model on the meta device, and how its tensors are made."""
