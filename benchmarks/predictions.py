@@ -30,7 +30,7 @@ from shardconv_runtime.hub_options import Hub
 from synthetic import LLAMA_8B, Shape
 
 from shardconv.arguments import SolveOptions
-from shardconv.conversion import ModelSource, plan_model
+from shardconv.conversion import ModelPlanner, ModelSource
 from shardconv.hardware.cost_model import collective_seconds, eager_seconds, graph_seconds
 from shardconv.hardware.machines import (
     Cluster,
@@ -82,7 +82,7 @@ def works_of(
         Path(directory, "config.json").write_text(json.dumps(config))
         source = ModelSource(directory, Hub(), None, False)
         options = SolveOptions(tp, experts, check=False, measure=True)
-        plan = plan_model(source, options, None, Silent(), inspect=inspect)
+        plan = ModelPlanner(source, None, Silent()).plan(options, inspect)
     return plan, works[0]
 
 

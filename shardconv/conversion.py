@@ -34,7 +34,7 @@ from shardconv_runtime.versions import tool_versions
 from .arguments import Quantizing, SolveOptions
 from .inputs.example_inputs import Example, example_call, read_example
 from .inputs.initial_weights import drawn_dtype, has_weights, initial_weights, initialized_source
-from .passes import Inspect, solve_plan
+from .passes import Inspect, ModelSolver, solve_plan
 from .quantizing import QuantizedModel, quantized_model, tensors_for_ranks, with_quantization
 from .reporting.progress import Progress
 from .writing.outputs import AnyOutput, StageOutputs, WriteOptions, write_to
@@ -205,18 +205,10 @@ def plan_model(
     example: Example | None,
     progress: Progress,
     quantize: Quantizing | None = None,
-    inspect: Inspect | None = None,
 ) -> Plan:
-    """Solve a model from its config, without weights; see ``convert.plan`` and ``passes.solve_plan``."""
+    """Solve a model from its config, without weights; see ``convert.plan``."""
     options = _with_example(options, example)
-    is_trusted = source.trust_remote_code
-    spec = resolve(
-        source.model, source.hub, dtype=source.dtype, trust_remote_code=is_trusted, need_weights=False
-    )
-    if full := _with_files(spec, trust_remote_code=is_trusted):
-        if not spec.dequantize:
-            require_packed(full)
-        spec = replace(spec, tied=_tied_in_files(full))
+    spec = _planned_spec(source)
     if quantize is not None:
         _require_unquantized(spec)
         built = build_model(spec.model_class, spec.config, getattr(torch, spec.dtype), spec.tied)
@@ -225,9 +217,47 @@ def plan_model(
         solved = solve_plan(model.spec, options, grains=grains_of(model.weights), progress=progress.stage)
         solved = replace(solved, notes=(*solved.notes, *model.notes))
         return _with_packings(model.spec, solved, model.weights)[0]
+    _tell_if_quantized(spec, progress)
+    return solve_plan(spec, options, progress=progress.stage)
+
+
+class ModelPlanner:
+    """The plans of a model for several options, from its config; it is read and traced once.
+
+    Args:
+        source: the model, of which only the config is read.
+        example: the call to trace; None: inputs are made up.
+        progress: where to report progress.
+    """
+
+    def __init__(self, source: ModelSource, example: Example | None, progress: Progress) -> None:
+        spec = _planned_spec(source)
+        _tell_if_quantized(spec, progress)
+        self.progress = progress
+        self._example = None if example is None else read_example(example)
+        self._solver = ModelSolver(spec, progress=progress.stage)
+
+    def plan(self, options: SolveOptions, inspect: Inspect | None = None) -> Plan:
+        """Solve the model; see ``passes.ModelSolver``."""
+        return self._solver.plan(replace(options, example=self._example), inspect)
+
+
+def _planned_spec(source: ModelSource) -> ModelSpec:
+    """Return a model that is planned from its config."""
+    is_trusted = source.trust_remote_code
+    spec = resolve(
+        source.model, source.hub, dtype=source.dtype, trust_remote_code=is_trusted, need_weights=False
+    )
+    if full := _with_files(spec, trust_remote_code=is_trusted):
+        if not spec.dequantize:
+            require_packed(full)
+        spec = replace(spec, tied=_tied_in_files(full))
+    return spec
+
+
+def _tell_if_quantized(spec: ModelSpec, progress: Progress) -> None:
     if spec.quantization is not None and not spec.dequantize:
         progress.stage("note: the checkpoint is quantized; its unquantized model is planned, with its bytes")
-    return solve_plan(spec, options, progress=progress.stage, inspect=inspect)
 
 
 def plan_checkpoint(

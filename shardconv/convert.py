@@ -128,7 +128,7 @@ def convert(
         out, pp, overwrite=writing.overwrite, source=model, options=write_options, settings=settings
     )
 
-    from .conversion import ModelSource, Weights, convert_model
+    from .conversion import ModelPlanner, ModelSource, Weights, convert_model
 
     stream = writing.ranks is not None if writing.stream is None else writing.stream
     weights = Weights(draws, initial.seed, keep_unused, stream, packing)
@@ -137,7 +137,7 @@ def convert(
     if where is not None:
         from .hardware.priced_plans import options_for
 
-        options = options_for(source, options, *where, example=example_inputs, progress=progress)
+        options = options_for(ModelPlanner(source, example_inputs, progress), options, *where)
     return convert_model(source, outputs, options, weights, write_options, example_inputs, progress)
 
 
@@ -197,14 +197,14 @@ def plan(
     else:
         _require_model(model, example_inputs)
 
-    from .conversion import ModelSource, plan_model
+    from .conversion import ModelPlanner, ModelSource, plan_model
 
     source = ModelSource(model, hub or Hub(), dtype, trust_remote_code)
     progress = progress or Silent()
     if where is not None:
         from .hardware.priced_plans import options_for
 
-        options = options_for(source, options, *where, example=example_inputs, progress=progress)
+        options = options_for(ModelPlanner(source, example_inputs, progress), options, *where)
     return plan_model(source, options, example_inputs, progress, packing)
 
 

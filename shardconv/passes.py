@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributions import Distribution, Normal
 
 from .adapted_plan import Adaptation, AdaptedModel
-from .arguments import SolveOptions
+from .arguments import ExampleInputs, SolveOptions
 from .dim_analysis.analysis import Reader
 from .dim_analysis.analyze import analyze, with_parts
 from .dim_analysis.rules import RULES
@@ -68,28 +68,94 @@ def solve_plan(
     adaptation: Adaptation | None = None,
     inspect: Inspect | None = None,
 ) -> Plan:
-    """Solve a model and return its plan.
+    """Solve a model and return its plan. See ``ModelSolver``."""
+    return ModelSolver(spec, grains=grains, progress=progress, adaptation=adaptation).plan(options, inspect)
+
+
+class ModelSolver:
+    """The plans of one model for several options; it is traced once for those with the same trace.
 
     Args:
-        inspect: is called with the plan and the traced model, once the plan is complete.
+        spec: the model.
+        grains: units in which its weights can be divided.
+        progress: is told what is done.
+        adaptation: the adapter of the model.
     """
-    try:
-        # The models are small, and each simulated rank is a thread with its own pool, whose threads spin
-        # while they wait. On two cores they double the CPU time.
-        with _no_collection(), _without_validation(), _without_fast_paths(), in_one_thread():
-            return _solved(spec, options, grains or {}, progress or (lambda _: None), adaptation, inspect)
-    except ShardconvError:
-        raise
-    except MemoryError as error:
-        raise SolveError(
-            f"{spec.name}: memory ran out while its plan was made or proven on numbers; do it where more is "
-            f"free, or leave the numbers out with --no-check. What failed: {error}"
-        ) from error
-    except Exception as error:
-        raise SolveError(
-            f"{spec.name}: no plan could be made ({type(error).__name__}: {error}); this is a gap in "
-            "shardconv, please report it with the model's config.json"
-        ) from error
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        grains: Grains | None = None,
+        progress: Tell | None = None,
+        adaptation: Adaptation | None = None,
+    ) -> None:
+        self._spec = spec
+        self._grains = grains or {}
+        self._tell = progress or (lambda _: None)
+        self._adaptation = adaptation
+        self._runs: dict[_TraceOptions, _Run] = {}
+
+    def plan(self, options: SolveOptions, inspect: Inspect | None = None) -> Plan:
+        """Solve the model and return its plan.
+
+        Args:
+            options: the options that it is solved for.
+            inspect: is called with the plan and the traced model, once the plan is complete.
+        """
+        spec = self._spec
+        try:
+            # The models are small, and each simulated rank is a thread with its own pool, whose threads spin
+            # while they wait. On two cores they double the CPU time.
+            with _no_collection(), _without_validation(), _without_fast_paths(), in_one_thread():
+                return self._solved(options, inspect)
+        except ShardconvError:
+            raise
+        except MemoryError as error:
+            raise SolveError(
+                f"{spec.name}: memory ran out while its plan was made or proven on numbers; do it where more "
+                f"is free, or leave the numbers out with --no-check. What failed: {error}"
+            ) from error
+        except Exception as error:
+            raise SolveError(
+                f"{spec.name}: no plan could be made ({type(error).__name__}: {error}); this is a gap in "
+                "shardconv, please report it with the model's config.json"
+            ) from error
+
+    def _solved(self, options: SolveOptions, inspect: Inspect | None) -> Plan:
+        spec, tell = self._spec, self._tell
+        traced_with = _TraceOptions.of(options)
+        if traced_with not in self._runs:
+            self._runs[traced_with] = _traced(spec, options, self._adaptation, tell)
+        run = self._runs[traced_with]
+        _require_dims(spec, run.model, options.tp)
+
+        def with_fewer_positions() -> Source | None:
+            tell("building the model for smaller images or sounds")
+            return _with_fewer_positions(run, spec, options, self._adaptation)
+
+        used = run if options.check else run.as_in_training()
+        plan = _solved_run(spec, options, self._grains, used, tell, with_fewer_positions)
+        plan = replace(plan, devices=options.devices)
+        if inspect is not None:
+            inputs = without_extra_outputs(run.inputs) if options.pp > 1 else run.inputs
+            inspect(plan, run.model, inputs, run.bypasses)
+        return plan
+
+
+@dataclass(frozen=True, slots=True)
+class _TraceOptions:
+    """The options on which a trace depends."""
+
+    sequence_parallel: bool
+    multiple: int
+    """The lengths of made-up inputs are multiples of it."""
+    example: ExampleInputs | None
+
+    @classmethod
+    def of(cls, options: SolveOptions) -> _TraceOptions:
+        multiple = options.tp if options.sequence_parallel else 1
+        return cls(options.sequence_parallel, multiple, options.example)
 
 
 @contextmanager
@@ -142,29 +208,6 @@ def _without_fast_paths() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
-def _solved(
-    spec: ModelSpec,
-    options: SolveOptions,
-    grains: Grains,
-    tell: Tell,
-    adaptation: Adaptation | None,
-    inspect: Inspect | None,
-) -> Plan:
-    run = _traced(spec, options, adaptation, tell)
-
-    def with_fewer_positions() -> Source | None:
-        tell("building the model for smaller images or sounds")
-        return _with_fewer_positions(run, spec, options, adaptation)
-
-    used = run if options.check else run.as_in_training()
-    plan = _solved_run(spec, options, grains, used, tell, with_fewer_positions)
-    plan = replace(plan, devices=options.devices)
-    if inspect is not None:
-        inputs = without_extra_outputs(run.inputs) if options.pp > 1 else run.inputs
-        inspect(plan, run.model, inputs, run.bypasses)
-    return plan
-
-
 def _traced(spec: ModelSpec, options: SolveOptions, adaptation: Adaptation | None, tell: Tell) -> _Run:
     tell("building the model")
     try:
@@ -181,19 +224,22 @@ def _traced(spec: ModelSpec, options: SolveOptions, adaptation: Adaptation | Non
         ) from error
     _ask_for_no_inner_states(model)
     adapted = adaptation.attached(model) if adaptation is not None else None
-    # With more ranks than this, some ranks would hold nothing of any matrix.
-    tp = options.tp
+    _require_dims(spec, model, options.tp)
+    tell("tracing")
+    example = options.example or stored_example(spec.directory)
+    multiple = _TraceOptions.of(options).multiple
+    inputs, tape = trace_inputs(model, RULES, multiple=multiple, example=example)
+    return _Run.of(model, inputs, tape, adapted, options.sequence_parallel)
+
+
+def _require_dims(spec: ModelSpec, model: nn.Module, tp: int) -> None:
+    """Refuse more ranks than the largest dim: some ranks would hold nothing of any matrix."""
     largest = max((max(p.shape) for p in model.parameters() if p.dim()), default=1)
     if tp > largest:
         raise SolveError(
             f"{spec.name} cannot be sharded over {tp} ranks: no dim of its parameters is larger than "
             f"{largest}; give a smaller tp"
         )
-    tell("tracing")
-    multiple = options.tp if options.sequence_parallel else 1
-    example = options.example or stored_example(spec.directory)
-    inputs, tape = trace_inputs(model, RULES, multiple=multiple, example=example)
-    return _Run.of(model, inputs, tape, adapted, options.sequence_parallel)
 
 
 def _ask_for_no_inner_states(model: nn.Module) -> None:

@@ -356,12 +356,12 @@ def _predicted(
 ) -> _Prediction:
     """Plan a model, and predict its times on a cluster."""
     # They import torch.
-    from ..conversion import ModelSource, plan_model
+    from ..conversion import ModelPlanner, ModelSource
     from ..hardware.priced_plans import Choice, PricedPlan, all_choices, priced_plan
 
     model_directory(model, need_weights=False)
     source = ModelSource(model, options["hub"], options["dtype"], options["trust_remote_code"])
-    example = options["example_inputs"]
+    planner = ModelPlanner(source, options["example_inputs"], progress)
 
     def solve(ranks: int, pp: int, experts: str, share: Workload, replicas: int) -> PricedPlan:
         progress.stage(f"tp {ranks}, pp {pp}, experts {experts}")
@@ -374,9 +374,7 @@ def _predicted(
             pp=pp,
             stages=options["stages"],
         )
-        return priced_plan(
-            source, solved_for, cluster, share, example=example, progress=progress, replicas=replicas
-        )
+        return priced_plan(planner, solved_for, cluster, share, replicas=replicas)
 
     if isinstance(tp, str):
         modes = tuple(dict.fromkeys((options["experts"], "tp", "ep")))
@@ -393,7 +391,7 @@ def _predicted(
     assert chosen.priced is not None
     solved = chosen.priced.plan
     if check and isinstance(tp, str):  # of all choices, only this one
-        solved = plan_model(source, replace(chosen.priced.options, check=True), example, progress)
+        solved = planner.plan(replace(chosen.priced.options, check=True))
     if chosen.predicted is None:
         section = f"\nPREDICTED  nothing: {chosen.problem}\n"
     else:

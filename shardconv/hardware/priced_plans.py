@@ -16,12 +16,10 @@ from shardconv_runtime.format.stage_names import num_stages
 from torch import nn
 
 from ..arguments import HostLinks, SolveOptions
-from ..conversion import ModelSource, plan_model
-from ..inputs.example_inputs import Example
+from ..conversion import ModelPlanner
 from ..inputs.trace_inputs import TraceInputs
 from ..planning.solve import MAX_REPLICATED
 from ..reporting.plan_lines import Workload
-from ..reporting.progress import Progress
 from ..reporting.summary import seconds_text
 from ..simulation.layer_bypass import Bypass
 from ..simulation.memory_measurement import NotMeasured
@@ -77,13 +75,11 @@ class Choices:
 
 
 def priced_plan(
-    source: ModelSource,
+    planner: ModelPlanner,
     options: SolveOptions,
     cluster: Cluster,
     load: Workload,
     *,
-    example: Example | None,
-    progress: Progress,
     replicas: int = 1,
 ) -> PricedPlan:
     """Plan a model from its config, and predict its times.
@@ -93,11 +89,10 @@ def priced_plan(
     several. The one with the shortest time of a token is returned. Only this one is checked.
 
     Args:
-        source: the model, of which only the config is read.
+        planner: makes the plans of the model.
         options: the options that it is solved for.
         cluster: the devices; the plan uses the first ``tp`` times ``pp``.
         load: the sequences of one copy of the model.
-        example: the call to trace; None: inputs are made up.
         replicas: copies of the model on the cluster.
 
     Raises:
@@ -106,7 +101,7 @@ def priced_plan(
     links = host_links(cluster, options.tp, load)
 
     def priced(solved_for: SolveOptions) -> PricedPlan:
-        return _priced(source, solved_for, cluster, load, example, progress, replicas)
+        return _priced(planner, solved_for, cluster, load, replicas)
 
     usual_options = replace(options, check=False)
     known = replace(usual_options, devices=_described(cluster, load))
@@ -125,18 +120,12 @@ def priced_plan(
 
 
 def options_for(
-    source: ModelSource,
-    options: SolveOptions,
-    cluster: Cluster,
-    load: Workload,
-    *,
-    example: Example | None,
-    progress: Progress,
+    planner: ModelPlanner, options: SolveOptions, cluster: Cluster, load: Workload
 ) -> SolveOptions:
     """Return the options with which a model has the plan with the shortest predicted time of a token."""
+    progress = planner.progress
     progress.stage(f"predicting times on {cluster.name}")
-    unchecked = replace(options, check=False)
-    best = priced_plan(source, unchecked, cluster, load, example=example, progress=progress)
+    best = priced_plan(planner, replace(options, check=False), cluster, load)
     if best.predicted is None:
         progress.stage(f"no times could be predicted, so the plan is for any devices: {best.problem}")
     elif best.usual is None:
@@ -192,13 +181,7 @@ def _order(priced: PricedPlan) -> tuple[bool, float]:
 
 
 def _priced(
-    source: ModelSource,
-    options: SolveOptions,
-    cluster: Cluster,
-    load: Workload,
-    example: Example | None,
-    progress: Progress,
-    replicas: int,
+    planner: ModelPlanner, options: SolveOptions, cluster: Cluster, load: Workload, replicas: int
 ) -> PricedPlan:
     """Plan a model, and predict its times."""
     works: list[StageWork] = []
@@ -218,7 +201,7 @@ def _priced(
         except NotMeasured as error:
             problem = f"the work of a rank could not be counted: {error}"
 
-    plan = plan_model(source, options, example, progress, inspect=inspect)
+    plan = planner.plan(options, inspect)
     if problem:
         return PricedPlan(plan, options, None, problem)
     return PricedPlan(plan, options, predict(plan, works, cluster, load, replicas))

@@ -13,7 +13,7 @@ from small_models import hand_plan, small_config
 from test_cost_model import DEVICE
 
 from shardconv.arguments import SolveOptions
-from shardconv.conversion import ModelSource
+from shardconv.conversion import ModelPlanner, ModelSource
 from shardconv.hardware.cost_model import collective_seconds
 from shardconv.hardware.machines import Cluster, parse_cluster
 from shardconv.hardware.predicted_lines import choices_text, predicted_lines
@@ -100,9 +100,9 @@ def test_a_plan_for_a_cluster_has_fewer_collectives_where_they_take_longer(tmp_p
     )  # fmt: skip
     config.save_pretrained(tmp_path)
     source = ModelSource(tmp_path, Hub(), "float32", False)
-    load, silent = Workload(10**9, 0, 64, 1), Silent()
+    load, planner = Workload(10**9, 0, 64, 1), ModelPlanner(source, None, Silent())
     cluster = parse_cluster("2xH100")
-    chosen = priced_plan(source, SolveOptions(2), cluster, load, example=None, progress=silent)
+    chosen = priced_plan(planner, SolveOptions(2), cluster, load)
     gathered = {
         name for module in chosen.plan.modules for step in module.outputs if step.op == "all_gather"
         for name in module.names
