@@ -30,6 +30,7 @@ from shardconv_runtime.packed.formats import quant_method, settings_of_scheme
 from shardconv_runtime.parallel.build import stored_tensors
 from shardconv_runtime.parallel.meta_model import build_model, tied_names
 from shardconv_runtime.versions import tool_versions
+from torch import nn
 
 from .arguments import Quantizing, SolveOptions
 from .inputs.example_inputs import Example, example_call, read_example
@@ -212,21 +213,27 @@ def plan_model(
     spec = resolve(
         source.model, source.hub, dtype=source.dtype, trust_remote_code=is_trusted, need_weights=False
     )
+    model: nn.Module | None = None
     if full := _with_files(spec, trust_remote_code=is_trusted):
         if not spec.dequantize:
             require_packed(full)
-        spec = replace(spec, tied=_tied_in_files(full))
+        model = build_model(spec.model_class, spec.config, getattr(torch, spec.dtype))
+        if tied_names(model):
+            spec = replace(spec, tied=_tied_in_files(full))
+            model = model if spec.tied is None else None
     if quantize is not None:
         _require_plain(spec)
         built = build_model(spec.model_class, spec.config, getattr(torch, spec.dtype), spec.tied)
         tensors = {name: zeros(dtype_name(t.dtype), t.shape) for name, t in stored_tensors(built)}
-        model = quantized_model(spec, tensors, settings_of_scheme(quantize.scheme, spec.dtype), quantize.keep)
-        solved = solve_plan(model.spec, options, grains=grains_of(model.weights), progress=progress.stage)
-        solved = replace(solved, notes=(*solved.notes, *model.notes))
-        return _with_packings(model.spec, solved, model.weights)[0]
+        packed = quantized_model(
+            spec, tensors, settings_of_scheme(quantize.scheme, spec.dtype), quantize.keep
+        )
+        solved = solve_plan(packed.spec, options, grains=grains_of(packed.weights), progress=progress.stage)
+        solved = replace(solved, notes=(*solved.notes, *packed.notes))
+        return _with_packings(packed.spec, solved, packed.weights)[0]
     if spec.quantization is not None and not spec.dequantize:
         progress.stage("note: the checkpoint is quantized; its unquantized model is planned, with its bytes")
-    return solve_plan(spec, options, progress=progress.stage, inspect=inspect)
+    return solve_plan(spec, options, progress=progress.stage, inspect=inspect, built=model)
 
 
 def plan_checkpoint(
@@ -273,8 +280,6 @@ def _with_files(spec: ModelSpec, *, trust_remote_code: bool) -> ModelSpec | None
 
 def _tied_in_files(spec: ModelSpec) -> Mapping[str, str] | None:
     """Return the parameters that are tied in weight files; None if the class and its config say it."""
-    if not tied_names(build_model(spec.model_class, spec.config, getattr(torch, spec.dtype))):
-        return None
     try:
         with without_library_logging():
             return lazy_weights(replace(spec, dequantize=spec.quantization is not None)).tied

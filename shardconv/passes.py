@@ -67,17 +67,21 @@ def solve_plan(
     progress: Tell | None = None,
     adaptation: Adaptation | None = None,
     inspect: Inspect | None = None,
+    built: nn.Module | None = None,
 ) -> Plan:
     """Solve a model and return its plan.
 
     Args:
         inspect: is called with the plan and the traced model, once the plan is complete.
+        built: the model of ``spec`` on meta, as ``build_model`` returns it, if the caller has it and does not
+            need it any more.
     """
     try:
         # The models are small, and each simulated rank is a thread with its own pool, whose threads spin
         # while they wait. On two cores they double the CPU time.
         with _no_collection(), _without_validation(), _without_fast_paths(), in_one_thread():
-            return _solved(spec, options, grains or {}, progress or (lambda _: None), adaptation, inspect)
+            tell = progress or (lambda _: None)
+            return _solved(spec, options, grains or {}, tell, adaptation, inspect, built)
     except ShardconvError:
         raise
     except MemoryError as error:
@@ -149,8 +153,9 @@ def _solved(
     tell: Tell,
     adaptation: Adaptation | None,
     inspect: Inspect | None,
+    built: nn.Module | None,
 ) -> Plan:
-    run = _traced(spec, options, adaptation, tell)
+    run = _traced(spec, options, adaptation, tell, built)
 
     def with_fewer_positions() -> Source | None:
         tell("building the model for smaller images or sounds")
@@ -164,10 +169,18 @@ def _solved(
     return plan
 
 
-def _traced(spec: ModelSpec, options: SolveOptions, adaptation: Adaptation | None, tell: Tell) -> _Run:
+def _traced(
+    spec: ModelSpec,
+    options: SolveOptions,
+    adaptation: Adaptation | None,
+    tell: Tell,
+    built: nn.Module | None = None,
+) -> _Run:
     tell("building the model")
     try:
-        if spec.twin is not None:
+        if built is not None:
+            model = built
+        elif spec.twin is not None:
             model = copy.deepcopy(spec.twin)
         else:
             model = build_model(spec.model_class, spec.config, getattr(torch, spec.dtype), spec.tied)

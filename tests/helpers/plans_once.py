@@ -27,6 +27,7 @@ import pytest
 import transformers
 from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.format.plan import Plan
+from torch import nn
 
 from shardconv import conversion, passes
 from shardconv.arguments import SolveOptions
@@ -86,9 +87,10 @@ def _remembered(
     tell: passes.Tell,
     adaptation: passes.Adaptation | None = None,
     inspect: passes.Inspect | None = None,
+    built: nn.Module | None = None,
 ) -> Plan:
     if Solved.directory is None or inspect is not None:  # which looks at the model, too
-        return _solve(spec, options, grains, tell, adaptation, inspect)
+        return _solve(spec, options, grains, tell, adaptation, inspect, built)
     options = replace(options, measure=options.measure and Solved.measures)
     is_shared = adaptation is None and spec.twin is None and not _own_class(spec) and not _changed()
     path = Solved.directory / _name(spec, options, grains) if is_shared else None
@@ -96,8 +98,8 @@ def _remembered(
         return _read(path, tell)
     with _in_short():
         if path is None:
-            return _solve(spec, options, grains, tell, adaptation, None)
-        return _write(path, tell, lambda told: _solve(spec, options, grains, told, None, None))
+            return _solve(spec, options, grains, tell, adaptation, None, built)
+        return _write(path, tell, lambda told: _solve(spec, options, grains, told, None, None, built))
 
 
 @contextmanager
