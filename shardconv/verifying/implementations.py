@@ -11,13 +11,14 @@ import copy
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from shardconv_runtime.errors import ShardconvError
 from torch import nn
+from torch.nn.attention import flex_attention
 
 from ..simulation.rank_simulation import Logits, RanksWrong, Unprovable
 from .proof_case import Case, simulate
@@ -116,20 +117,30 @@ def _uncompiled() -> Iterator[None]:
 
     ``torch.compile`` imports Inductor even if nothing is compiled, which takes longer than the proof of
     most models. Here, it returns its function unchanged. transformers (5.17 to 5.24) keeps the compiled
-    function in a singleton, which is replaced meanwhile.
+    function in a singleton, which is replaced meanwhile. torch (2.13) looks for a backend before it compiles,
+    which imports networkx and much of Inductor.
     """
     compile_, attention = torch.compile, _compiled_attention()
     instance = getattr(attention, "_instance", None)
     torch.compile = _unchanged  # type: ignore[assignment]
     if attention is not None:
         attention._instance = None
+    prepare = getattr(flex_attention, _PREPARING, None)
+    if prepare is not None:
+        setattr(flex_attention, _PREPARING, nullcontext)
     try:
         with torch.compiler.set_stance("force_eager"):
             yield
     finally:
         torch.compile = compile_
+        if prepare is not None:
+            setattr(flex_attention, _PREPARING, prepare)
         if (attention := _compiled_attention()) is not None:
             attention._instance = instance
+
+
+_PREPARING = "setup_compilation_env"
+"""Name of the context in which torch compiles flex attention; it yields the backend."""
 
 
 def _unchanged(function: Callable[..., Any] | None = None, **options: Any) -> Any:
