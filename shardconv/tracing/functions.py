@@ -176,9 +176,9 @@ class Functions(TorchFunctionMode):
         kwargs = kwargs or {}
         # A tensor may be a slice inside of ``torch.vmap``. Its operators reach the recorder as operators on
         # the full tensor. torch (2.13) has no public function for this question.
-        is_slice = torch._C._functorch.is_functorch_wrapped_tensor
-        if any(isinstance(a, torch.Tensor) and is_slice(a) for a in args):
-            return func(*args, **kwargs)
+        for argument in args:  # a plain loop, since this is run for each attribute of a tensor
+            if isinstance(argument, torch.Tensor) and _is_slice(argument):
+                return func(*args, **kwargs)
         if func in _SIZES:
             size, tid = func(*args, **kwargs), self.recorder.identities.tid(args[0])
             if isinstance(size, int):
@@ -198,7 +198,7 @@ class Functions(TorchFunctionMode):
             kwargs = self._numbers(kwargs)
         elif func in _FACTORIES:
             args, kwargs = self._numbers(args), self._numbers(kwargs)
-        if not _has_traced(args) and not _has_traced(kwargs.values()):
+        if not _has_traced(args) and not (kwargs and _has_traced(kwargs.values())):
             return self._call(func, args, kwargs)
         refs = self._refs(args), {k: self._refs(v) for k, v in kwargs.items()}
         result = self._call(func, args, kwargs)
@@ -247,6 +247,7 @@ class Functions(TorchFunctionMode):
         return value
 
 
+_is_slice = torch._C._functorch.is_functorch_wrapped_tensor
 _SIZES = frozenset({torch.Tensor.shape.__get__, torch.Tensor.size})  # type: ignore[attr-defined]
 _LITERALS = frozenset({torch.tensor, torch.as_tensor})
 _INDEXING = frozenset({torch.Tensor.__getitem__, torch.Tensor.__setitem__})
