@@ -30,6 +30,7 @@ from shardconv_runtime.meta.meta_model import build_model, tied_names
 from shardconv_runtime.packed.formats import quant_method, settings_of_scheme
 from shardconv_runtime.parallel.build import stored_tensors
 from shardconv_runtime.versions import tool_versions
+from torch import nn
 
 from .arguments import Quantizing, SolveOptions
 from .inputs.example_inputs import Example, example_call, read_example
@@ -208,7 +209,7 @@ def plan_model(
 ) -> Plan:
     """Solve a model from its config, without weights; see ``convert.plan``."""
     options = _with_example(options, example)
-    spec = _planned_spec(source)
+    spec, built = _planned_spec(source)
     if quantize is not None:
         _require_unquantized(spec)
         built = build_model(spec.model_class, spec.config, getattr(torch, spec.dtype), spec.tied)
@@ -218,7 +219,7 @@ def plan_model(
         solved = replace(solved, notes=(*solved.notes, *model.notes))
         return _with_packings(model.spec, solved, model.weights)[0]
     _tell_if_quantized(spec, progress)
-    return solve_plan(spec, options, progress=progress.stage)
+    return solve_plan(spec, options, progress=progress.stage, built=built)
 
 
 class ModelPlanner:
@@ -231,28 +232,33 @@ class ModelPlanner:
     """
 
     def __init__(self, source: ModelSource, example: Example | None, progress: Progress) -> None:
-        spec = _planned_spec(source)
+        spec, built = _planned_spec(source)
         _tell_if_quantized(spec, progress)
         self.progress = progress
         self._example = None if example is None else read_example(example)
-        self._solver = ModelSolver(spec, progress=progress.stage)
+        self._solver = ModelSolver(spec, progress=progress.stage, built=built)
 
     def plan(self, options: SolveOptions, inspect: Inspect | None = None) -> Plan:
         """Solve the model; see ``passes.ModelSolver``."""
         return self._solver.plan(replace(options, example=self._example), inspect)
 
 
-def _planned_spec(source: ModelSource) -> ModelSpec:
-    """Return a model that is planned from its config."""
+def _planned_spec(source: ModelSource) -> tuple[ModelSpec, nn.Module | None]:
+    """Return a model that is planned from its config, and that model on meta if it had to be built."""
     is_trusted = source.trust_remote_code
     spec = resolve(
         source.model, source.hub, dtype=source.dtype, trust_remote_code=is_trusted, need_weights=False
     )
+    model: nn.Module | None = None
     if full := _with_files(spec, trust_remote_code=is_trusted):
         if not spec.dequantize:
             require_packed(full)
+        model = build_model(spec.model_class, spec.config, getattr(torch, spec.dtype))
+        if not tied_names(model):
+            return spec, model
         spec = replace(spec, tied=_tied_in_files(full))
-    return spec
+        return spec, model if spec.tied is None else None
+    return spec, None
 
 
 def _tell_if_quantized(spec: ModelSpec, progress: Progress) -> None:
@@ -304,8 +310,6 @@ def _with_files(spec: ModelSpec, *, trust_remote_code: bool) -> ModelSpec | None
 
 def _tied_in_files(spec: ModelSpec) -> Mapping[str, str] | None:
     """Return the parameters that are tied in weight files; None if the class and its config say it."""
-    if not tied_names(build_model(spec.model_class, spec.config, getattr(torch, spec.dtype))):
-        return None
     try:
         with without_library_logging():
             return lazy_weights(replace(spec, dequantize=spec.quantization is not None)).tied

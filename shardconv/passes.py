@@ -67,9 +67,11 @@ def solve_plan(
     progress: Tell | None = None,
     adaptation: Adaptation | None = None,
     inspect: Inspect | None = None,
+    built: nn.Module | None = None,
 ) -> Plan:
     """Solve a model and return its plan. See ``ModelSolver``."""
-    return ModelSolver(spec, grains=grains, progress=progress, adaptation=adaptation).plan(options, inspect)
+    solver = ModelSolver(spec, grains=grains, progress=progress, adaptation=adaptation, built=built)
+    return solver.plan(options, inspect)
 
 
 class ModelSolver:
@@ -80,6 +82,8 @@ class ModelSolver:
         grains: units in which its weights can be divided.
         progress: is told what is done.
         adaptation: the adapter of the model.
+        built: the model on meta, as ``build_model`` returns it, if the caller has it and does not need it any
+            more.
     """
 
     def __init__(
@@ -89,11 +93,13 @@ class ModelSolver:
         grains: Grains | None = None,
         progress: Tell | None = None,
         adaptation: Adaptation | None = None,
+        built: nn.Module | None = None,
     ) -> None:
-        self._spec = spec
-        self._grains = grains or {}
-        self._tell = progress or (lambda _: None)
-        self._adaptation = adaptation
+        self.spec = spec
+        self.grains = grains or {}
+        self.tell = progress or (lambda _: None)
+        self.adaptation = adaptation
+        self._built = built
         self._runs: dict[_TraceOptions, _Run] = {}
 
     def plan(self, options: SolveOptions, inspect: Inspect | None = None) -> Plan:
@@ -103,7 +109,7 @@ class ModelSolver:
             options: the options that it is solved for.
             inspect: is called with the plan and the traced model, once the plan is complete.
         """
-        spec = self._spec
+        spec = self.spec
         try:
             # The models are small, and each simulated rank is a thread with its own pool, whose threads spin
             # while they wait. On two cores they double the CPU time.
@@ -123,19 +129,20 @@ class ModelSolver:
             ) from error
 
     def _solved(self, options: SolveOptions, inspect: Inspect | None) -> Plan:
-        spec, tell = self._spec, self._tell
+        spec, tell = self.spec, self.tell
         traced_with = _TraceOptions.of(options)
         if traced_with not in self._runs:
-            self._runs[traced_with] = _traced(spec, options, self._adaptation, tell)
+            self._runs[traced_with] = _traced(spec, options, self.adaptation, tell, self._built)
+            self._built = None
         run = self._runs[traced_with]
         _require_dims(spec, run.model, options.tp)
 
         def with_fewer_positions() -> Source | None:
             tell("building the model for smaller images or sounds")
-            return _with_fewer_positions(run, spec, options, self._adaptation)
+            return _with_fewer_positions(run, spec, options, self.adaptation)
 
         used = run if options.check else run.as_in_training()
-        plan = _solved_run(spec, options, self._grains, used, tell, with_fewer_positions)
+        plan = _solved_run(spec, options, self.grains, used, tell, with_fewer_positions)
         plan = replace(plan, devices=options.devices)
         if inspect is not None:
             inputs = without_extra_outputs(run.inputs) if options.pp > 1 else run.inputs
@@ -208,10 +215,18 @@ def _without_fast_paths() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
-def _traced(spec: ModelSpec, options: SolveOptions, adaptation: Adaptation | None, tell: Tell) -> _Run:
+def _traced(
+    spec: ModelSpec,
+    options: SolveOptions,
+    adaptation: Adaptation | None,
+    tell: Tell,
+    built: nn.Module | None = None,
+) -> _Run:
     tell("building the model")
     try:
-        if spec.twin is not None:
+        if built is not None:
+            model = built
+        elif spec.twin is not None:
             model = copy.deepcopy(spec.twin)
         else:
             model = build_model(spec.model_class, spec.config, getattr(torch, spec.dtype), spec.tied)

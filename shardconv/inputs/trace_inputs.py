@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from ..arguments import ExampleInputs
 from ..tracing.tape import Tape, tensors_read
 from ..tracing.trace import trace
 from .example_inputs import example_call_of
-from .input_forms import FORMED, NAMES, PATCH_MASK, STATES, is_about_tokens, release
+from .input_forms import FORMED, NAMES, PATCH_MASK, STATES, Once, is_about_tokens, release
 from .input_maker import DECODER_IDS, CallForm, InputChoice, InputMaker, NotReadError
 
 
@@ -136,8 +136,7 @@ def _traced(
     """Trace the model with the first inputs that it accepts."""
     call_form = CallForm(keep, seed, multiple, experts=experts, offers_states=offers_states)
     maker = InputMaker(model, call_form)
-    makers = _with_other_options(maker, call_form)
-    lone = InputMaker(model, CallForm(keep, seed, multiple, batch=1, cache=False, extras=()))
+    makers = Once(_with_other_options(maker, call_form))
     problems: list[tuple[InputChoice, Exception]] = []
 
     def widened() -> Iterator[InputChoice]:
@@ -147,11 +146,15 @@ def _traced(
             if wider is not None:
                 yield wider
 
+    def of_one_row() -> Iterator[tuple[InputChoice, list[InputMaker]]]:
+        lone = InputMaker(model, CallForm(keep, seed, multiple, batch=1, cache=False, extras=()))
+        yield from ((choice, [lone]) for choice in lone.plain_choices()[:1] if maker.tokens)
+
     attempts = itertools.chain(
         ((choice, makers) for choice in maker.choices()),
         ((choice, makers) for choice in widened()),
         ((choice, makers) for choice in maker.plain_choices()),
-        ((choice, [lone]) for choice in lone.plain_choices()[:1] if maker.tokens),
+        of_one_row(),
     )
     seen = _Seen()
     for choice, each in attempts:
@@ -193,14 +196,12 @@ def _told(error: Exception) -> str:
     return " ".join(str(error).split())[:200]
 
 
-def _with_other_options(maker: InputMaker, form: CallForm) -> list[InputMaker]:
-    """Return makers with fewer options: all of them, without a cache, without further outputs, without
+def _with_other_options(maker: InputMaker, form: CallForm) -> Iterator[InputMaker]:
+    """Yield makers with fewer options: all of them, without a cache, without further outputs, without
     both."""
-    return [
-        InputMaker(maker.model, replace(form, cache=cache, extras=extras), maker.example)
-        for extras in dict.fromkeys((maker.extras, ()))
-        for cache in dict.fromkeys((maker.cache, False))
-    ]
+    for extras in dict.fromkeys((maker.extras, ())):
+        for cache in dict.fromkeys((maker.cache, False)):
+            yield InputMaker(maker.model, replace(form, cache=cache, extras=extras), maker.example)
 
 
 def _traced_example(
@@ -212,7 +213,7 @@ def _traced_example(
     for all_experts in (False, True):
         form = CallForm(keep, experts=int(all_experts))
         maker = InputMaker(model, form, call)
-        makers = _with_other_options(maker, form)
+        makers = list(_with_other_options(maker, form))
         problems: list[tuple[InputChoice, Exception]] = []
         attempt = _attempt(makers, InputChoice(), _Seen(), problems)
         if attempt is None:
@@ -240,7 +241,7 @@ class _Seen:
 
 
 def _attempt(
-    makers: Sequence[InputMaker],
+    makers: Iterable[InputMaker],
     choice: InputChoice,
     seen: _Seen,
     problems: list[tuple[InputChoice, Exception]],

@@ -7,15 +7,27 @@ next layer as these arguments. It is bypassed if its plan equals the plan of the
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from types import FunctionType, MethodType, NoneType
+from typing import Any, TypeVar
 
 import torch
+from shardconv_runtime.comm.collectives import Communicator
 from shardconv_runtime.errors import SolveError
 from shardconv_runtime.format.fused_groups import fused_groups
-from shardconv_runtime.format.plan import Plan, module_plans, parameter_plans
+from shardconv_runtime.format.names import expand_all
+from shardconv_runtime.format.plan import (
+    AttentionPlan,
+    FusedPlan,
+    ModulePlan,
+    ParameterPlan,
+    Plan,
+    module_plans,
+    parameter_plans,
+)
 from shardconv_runtime.parallel.boundary import forward_signature
+from shardconv_runtime.parallel.build import check_names, parallelize
 from shardconv_runtime.pp.placeholders import Results, placeholder_for, swap_for_placeholder
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -256,26 +268,120 @@ def _index(port: str) -> int:
 
 def planned_alike(plan: Plan, layers: Mapping[str, Bypass]) -> dict[str, Bypass]:
     """Return the layers whose plan equals the plan of the layer that represents them."""
-    modules, parameters = module_plans(plan), parameter_plans(plan)
-    said: dict[str, object] = {name: replace(entry, names=()) for name, entry in modules.items()}
-    said |= {f"{name}=": replace(entry, names=()) for name, entry in parameters.items()}
+    said: dict[str, object] = {}
+    entries: tuple[ModulePlan | ParameterPlan, ...] = (*plan.modules, *plan.parameters)
+    for entry in entries:
+        sign = "=" if isinstance(entry, ParameterPlan) else ""
+        said |= dict.fromkeys((name + sign for name in expand_all(entry.names)), replace(entry, names=()))
     said |= {f"{alias}=": name for alias, name in plan.tied}
     said |= {f"{fqn}+": tuple(map(starred, group)) for group in fused_groups(plan) for fqn in group}
     inside: dict[str, dict[str, object]] = {}
     names = {fqn for layer, how in layers.items() for fqn in (layer, how.like)}
-    for name, entry in said.items():
+    for name, what in said.items():
         for layer in names.intersection(prefixes(name)):
-            inside.setdefault(layer, {})[name[len(layer) :]] = entry
+            inside.setdefault(layer, {})[name[len(layer) :]] = what
     return {fqn: how for fqn, how in layers.items() if inside.get(fqn) == inside.get(how.like)}
 
 
-def bypassed_copy(model: nn.Module, layers: Mapping[str, Bypass]) -> nn.Module:
-    """Deep copy ``model`` with these layers bypassed; the layers themselves are not copied."""
+def bypassed_copy(
+    model: nn.Module, layers: Mapping[str, Bypass], note: Callable[[Any], None] | None = None
+) -> nn.Module:
+    """Deep copy ``model`` with these layers bypassed; the layers themselves are not copied.
+
+    Args:
+        note: is called with each attribute of a bypassed layer that is read.
+    """
     memo: dict[int, object] = {}
     for fqn, how in layers.items():
         layer = model.get_submodule(fqn)
-        memo[id(layer)] = placeholder_for(layer, _passing_on(layer, how))
+        memo[id(layer)] = placeholder_for(layer, _passing_on(layer, how), note)
     return copy.deepcopy(model, memo)
+
+
+# The plan is applied only to those layers of a rank's model that run. A layer that is left out stays
+# unsharded, so that its sizes may not be those of a rank. If code reads any of them from outside, the plan is
+# applied to all layers.
+
+_SAME_ON_RANKS = (str, bool, float, NoneType, FunctionType, MethodType)
+"""Types of attributes that a plan does not change."""
+
+
+class RankModel:
+    """The model of one rank on meta, with layers bypassed.
+
+    Args:
+        plan: the plan of the model.
+        model: global, on meta; it is copied.
+        layers: layers to bypass, whose plan equals the plan of the layers that represent them.
+        comm: the communicator of the rank.
+    """
+
+    def __init__(
+        self, plan: Plan, model: nn.Module, layers: Mapping[str, Bypass], comm: Communicator
+    ) -> None:
+        check_names(model, plan, parameter_plans(plan))
+        built = _built_alike(plan, model, layers)
+        self.is_exact = True
+        """Whether code has read nothing of a bypassed layer that a rank's layer may have otherwise."""
+        self.module = parallelize(bypassed_copy(model, built, self._note), _without(plan, built), comm)
+        bypass(self.module, {fqn: how for fqn, how in layers.items() if fqn not in built})
+        self.is_exact = True
+
+    def _note(self, value: object) -> None:
+        self.is_exact = self.is_exact and isinstance(value, _SAME_ON_RANKS)
+
+
+def _built_alike(plan: Plan, model: nn.Module, layers: Mapping[str, Bypass]) -> dict[str, Bypass]:
+    """Return the layers in which a plan changes the same modules as in the layers that represent them."""
+    changed: dict[str, dict[str, tuple[str, ...]]] = {}
+    for name, entry in module_plans(plan).items():
+        for layer in {how.like for how in layers.values()}.intersection(prefixes(name)):
+            attributes = (*(override.attribute for override in entry.overrides), *entry.flags)
+            changed.setdefault(layer, {})[name[len(layer) + 1 :]] = attributes
+
+    def form(fqn: str, like: str) -> list[object]:
+        attributes = changed.get(like, {})
+        return [
+            (name, type(module), [_attribute(module, path) for path in attributes.get(name, ())])
+            for name, module in model.get_submodule(fqn).named_modules()
+        ]
+
+    forms = {like: form(like, like) for like in {how.like for how in layers.values()}}
+    return {fqn: how for fqn, how in layers.items() if form(fqn, how.like) == forms[how.like]}
+
+
+def _attribute(owner: Any, path: str) -> object:
+    """Return an attribute of a module by the path of an override; None if there is none."""
+    for name in path.split("."):
+        is_item = isinstance(owner, (list, tuple)) and name.isdigit() and int(name) < len(owner)
+        owner = owner[int(name)] if is_item else getattr(owner, name, None)
+    return owner
+
+
+_Entry = TypeVar("_Entry", ParameterPlan, ModulePlan, AttentionPlan)
+
+
+def _without(plan: Plan, layers: Collection[str]) -> Plan:
+    """Return the plan of a model for inference without some layers."""
+
+    left_out = frozenset(layers)
+
+    def outside(names: Iterable[str]) -> tuple[str, ...]:
+        return tuple(name for name in names if left_out.isdisjoint(prefixes(name)))
+
+    def left(entries: tuple[_Entry, ...]) -> tuple[_Entry, ...]:
+        named = ((entry, outside(expand_all(entry.names))) for entry in entries)
+        return tuple(replace(entry, names=names) for entry, names in named if names)
+
+    groups = (group for group in fused_groups(plan) if outside(group) == group)
+    return replace(
+        plan,
+        parameters=left(plan.parameters),
+        modules=left(plan.modules),
+        tied=tuple(pair for pair in plan.tied if outside(pair) == pair),
+        fused=tuple(FusedPlan(tuple((fqn,) for fqn in group)) for group in groups),
+        attentions=left(plan.attentions),
+    )
 
 
 def bypass(model: nn.Module, layers: Mapping[str, Bypass]) -> nn.Module:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -221,6 +221,7 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
+            self._memo.facts[func] = replace(facts, may_take_apart=False)
         self.operators_left -= 1
         if self.operators_left < 0:
             raise TooLong

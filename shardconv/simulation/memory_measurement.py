@@ -17,9 +17,10 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import TypeVar
 
 import torch
 from shardconv_runtime.format.measured import CacheTerm, LiveBytes, MemoryPlan, cache_bytes, moment_bytes
@@ -32,10 +33,11 @@ from torch import Tensor, nn
 
 from ..inputs.trace_inputs import TraceInputs
 from ..tracing.identities import META
-from .layer_bypass import Bypass, bypass, planned_alike
+from .layer_bypass import Bypass, RankModel, bypass, planned_alike
 from .memory_run import CachedTensor, Calls, Runner, Size
 from .rank_threads import MetaCommunicator
 
+T = TypeVar("T")
 Points = Mapping[tuple[int, int], int]
 """(batch, length) -> bytes, for two batches and three lengths."""
 
@@ -165,14 +167,37 @@ class NotMeasured(Exception):
     """The model cannot be run without values."""
 
 
-def rank_on_meta(
+@dataclass(frozen=True, slots=True)
+class MeasuredRank:
+    """The model of one rank on meta, in which layers are bypassed that others represent."""
+
+    model: nn.Module
+    counts: Mapping[str, int]
+    """FQN of a layer -> number of other layers that it represents."""
+    buffer_bytes: int
+    """Bytes of buffers that are not stored, which are memory in addition to the weights."""
+
+    @classmethod
+    def of(cls, model: nn.Module, bypassed: Mapping[str, Bypass], complete: nn.Module) -> MeasuredRank:
+        """Return the rank of a model.
+
+        Args:
+            complete: a model with the same buffers and all layers.
+        """
+        stored = {id(tensor) for _, tensor in stored_tensors(complete)}
+        buffer_bytes = sum(buffer.nbytes for buffer in complete.buffers() if id(buffer) not in stored)
+        return cls(model, Counter(how.like for how in bypassed.values()), buffer_bytes)
+
+
+def measure_on_rank(
     plan: Plan,
     model: nn.Module,
     bypassed: Mapping[str, Bypass],
     comm: MetaCommunicator,
-    stage: int | None = None,
-) -> tuple[nn.Module, Mapping[str, Bypass]]:
-    """Return the model of one rank on meta, and those of its layers that may be left out.
+    stage: int | None,
+    measure: Callable[[MeasuredRank], T],
+) -> T:
+    """Measure the model of one rank on meta. Layers that are represented by others are bypassed.
 
     Args:
         plan: the plan of the model.
@@ -180,15 +205,28 @@ def rank_on_meta(
         bypassed: layers that are represented by others.
         comm: the communicator of the rank.
         stage: stage of the rank; None for a plan without stages.
+        measure: raises ``NotMeasured``.
     """
-    bypassed = planned_alike(plan, bypassed)
+    alike = planned_alike(plan, bypassed)
+    if stage is None:
+        rank = RankModel(plan, model, alike, comm)
+        try:
+            result = measure(MeasuredRank.of(rank.module, alike, model))
+        except NotMeasured:
+            if rank.is_exact:
+                raise
+        else:
+            if rank.is_exact:
+                return result
     names = argument_names(model, plan)
     local = parallelize(copy.deepcopy(model), plan, comm)
     if stage is not None:
-        bypassed = bypassed_on(plan, stage, bypassed)
+        alike = bypassed_on(plan, stage, alike)
         link = StageLink(stage, num_stages(plan), UnansweredTransport())
         keep_stage(local, plan, link, 0, META, getattr(torch, plan.model.dtype), names)
-    return local, bypassed
+    made = MeasuredRank.of(local, alike, local)
+    bypass(local, alike)
+    return measure(made)
 
 
 def measure_memory(
@@ -210,21 +248,19 @@ def measure_memory(
     Raises:
         NotMeasured: if the model cannot be run on meta tensors.
     """
-    local, bypassed = rank_on_meta(plan, model, bypassed, MetaCommunicator(0, plan.mesh), stage)
-    # Buffers that are not stored are memory in addition to the weights.
-    stored = {id(tensor) for _, tensor in stored_tensors(local)}
-    buffer_bytes = sum(buffer.nbytes for buffer in local.buffers() if id(buffer) not in stored)
-    counts = Counter(how.like for how in bypassed.values())
-    bypass(local, bypassed)
-    problem: Exception | None = None
-    for with_all in (False, True):
-        calls = Calls(local, inputs, with_all=with_all)
-        runner = Runner(local, calls, counts)
-        try:
-            return replace(_Measurement(runner).memory(), buffer_bytes=buffer_bytes)
-        except Exception as error:  # the model's code may raise anything
-            problem = problem or error
-    raise NotMeasured(f"{type(problem).__name__}: {problem}") from problem
+
+    def measured(rank: MeasuredRank) -> MemoryPlan:
+        problem: Exception | None = None
+        for with_all in (False, True):
+            calls = Calls(rank.model, inputs, with_all=with_all)
+            runner = Runner(rank.model, calls, rank.counts)
+            try:
+                return replace(_Measurement(runner).memory(), buffer_bytes=rank.buffer_bytes)
+            except Exception as error:  # the model's code may raise anything
+                problem = problem or error
+        raise NotMeasured(f"{type(problem).__name__}: {problem}") from problem
+
+    return measure_on_rank(plan, model, bypassed, MetaCommunicator(0, plan.mesh), stage, measured)
 
 
 class _Measurement:

@@ -134,6 +134,8 @@ class Simulation:
         self._ranks = communicators(plan.mesh)
         self._unsharded: dict[Precision, ReusedModel] = {}
         self._local: dict[tuple[Precision, int, str], ReusedModel] = {}
+        self._converted: dict[torch.dtype, nn.Module] = {}
+        """The model on meta, by the dtype of its parameters."""
         self.gradient_error = 0.0
         """The largest error of a gradient in the last comparison, relative as in ``Outcome``."""
 
@@ -468,7 +470,12 @@ class Simulation:
 
     def _new_rank(self, comm: Communicator, make: Parallelize) -> nn.Module:
         dtype = self._precision.dtype
-        local = make(copy.deepcopy(self.model).to(dtype), self.plan, comm)
+        if dtype not in self._converted:
+            self._converted[dtype] = copy.deepcopy(self.model).to(dtype)
+        model = self._converted[dtype]
+        # The plan replaces all parameters, so they need no copies.
+        unsharded = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+        local = make(unsharded, self.plan, comm)
         return self.weights.put_into(local, comm.rank, dtype, gradients=make is _for_training)
 
     def _worst_gradient(

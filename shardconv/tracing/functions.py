@@ -174,8 +174,9 @@ class Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(isinstance(a, torch.Tensor) and _is_slice(a) for a in args):
-            return func(*args, **kwargs)
+        for argument in args:  # a plain loop, since this is run for each attribute of a tensor
+            if isinstance(argument, torch.Tensor) and _is_slice(argument):
+                return func(*args, **kwargs)
         if func in _SIZES:
             size, tid = func(*args, **kwargs), self.recorder.identities.tid(args[0])
             if isinstance(size, int):
@@ -195,7 +196,7 @@ class Functions(TorchFunctionMode):
             kwargs = self._numbers(kwargs)
         elif func in _FACTORIES:
             args, kwargs = self._numbers(args), self._numbers(kwargs)
-        if not _has_traced(args) and not _has_traced(kwargs.values()):
+        if not _has_traced(args) and not (kwargs and _has_traced(kwargs.values())):
             return self._call(func, args, kwargs)
         refs = self._refs(args), {k: self._refs(v) for k, v in kwargs.items()}
         result = self._call(func, args, kwargs)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -54,12 +55,17 @@ class Op:
     @property
     def base(self) -> str:
         """Return the name without the overload: ``aten.add`` of ``aten.add.Tensor``."""
-        return self.name.rpartition(".")[0] or self.name
+        return _without_overload(self.name)
 
     @property
     def is_random(self) -> bool:
         """Whether it draws random numbers, or may with other arguments, as dropout does."""
         return self.overload is not None and torch.Tag.nondeterministic_seeded in self.overload.tags
+
+
+@cache
+def _without_overload(name: str) -> str:
+    return name.rpartition(".")[0] or name
 
 
 @dataclass(frozen=True, slots=True)

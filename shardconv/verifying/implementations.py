@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from shardconv_runtime.errors import ShardconvError
 from torch import nn
+from torch.nn.attention import flex_attention
 
 from ..simulation.rank_simulation import Logits, RanksWrong, Unprovable
 from .proof_case import Case, simulate
@@ -115,15 +116,24 @@ def _uncompiled() -> Iterator[None]:
     """Run code that compiles itself, such as flex attention, without compilation.
 
     ``torch.compile`` imports Inductor even if nothing is compiled, which takes longer than the proof of
-    most models. Here, it leaves that to the first call afterwards: transformers keeps its result.
+    most models. Here, it leaves that to the first call afterwards: transformers keeps its result. torch (2.13)
+    looks for a backend before it compiles flex attention, which imports networkx and much of Inductor.
     """
-    compile_ = torch.compile
+    compile_, prepare = torch.compile, getattr(flex_attention, _PREPARING, None)
     torch.compile = _compiled_later  # type: ignore[assignment]
+    if prepare is not None:
+        setattr(flex_attention, _PREPARING, nullcontext)
     try:
         with torch.compiler.set_stance("force_eager"):
             yield
     finally:
         torch.compile = compile_
+        if prepare is not None:
+            setattr(flex_attention, _PREPARING, prepare)
+
+
+_PREPARING = "setup_compilation_env"
+"""Name of the context in which torch compiles flex attention; it yields the backend."""
 
 
 def _compiled_later(function: Callable[..., Any] | None = None, **options: Any) -> Any:

@@ -19,8 +19,9 @@ from checkpoints import VOCAB, save_causal
 from distributed import run_errors, run_outcomes, run_processes
 from shardconv_runtime import Communication, LaunchError, PlanError, ShardconvError
 from shardconv_runtime.inference import continuous_batching
-from shardconv_runtime.inference.batching_manager import PAGE_SIZE
+from shardconv_runtime.inference.batching_manager import PAGE_SIZE, RankBatchingManager
 from torch import Tensor
+from transformers.generation.continuous_batching import cache
 from warm_compiler import warm_up
 
 import shardconv
@@ -247,6 +248,50 @@ def test_random_states_that_part_are_an_error(converted: Any) -> None:
     for error in run_errors(2, draw_on_rank_0, converted("even").out):
         assert isinstance(error, LaunchError)
         assert "random states differ" in str(error)
+
+
+def batches_of_their_size(path: Path, fails_on: str) -> tuple[list[list[int]], list[int]]:
+    """Tokens of a batch whose cache has no given size, and the number of blocks of each cache that was made.
+
+    On one of the ranks, the memory has no room for a cache of the size that the prompts need.
+    """
+    model, sizes = load(path), []
+    make = RankBatchingManager._create_batch_processor
+    check = cache.PagedAttentionMemoryHandler._check_footprint
+
+    def noted(self: Any) -> Any:
+        made = make(self)
+        sizes.append(made.cache.num_blocks)
+        return made
+
+    def checked(self: Any, *given: int) -> Any:
+        if self.cb_config.num_blocks is not None and os.environ["RANK"] == fails_on:
+            raise MemoryError("no room")
+        return check(self, *given)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(RankBatchingManager, "_create_batch_processor", noted)
+        patched.setattr(cache.PagedAttentionMemoryHandler, "_check_footprint", checked)
+        return batch(
+            model,
+            prompts(),
+            continuous_batching_config=pages(num_blocks=None, max_memory_percent=SMALL_SHARE),
+        ), sizes
+
+
+SMALL_SHARE = 0.01
+"""Share of the memory: some thousand times of what is needed."""
+
+
+@pytest.mark.skipif(PAGE_SIZE != "page_size", reason="caches of earlier versions count other blocks")
+@pytest.mark.parametrize("fails_on", ["", "1"])
+def test_a_cache_is_as_large_as_the_prompts_need(converted: Any, fails_on: str) -> None:
+    model = converted("even")
+    want = one_by_one(model.unsharded, prompts())
+    for tokens, sizes in run_processes(model.tp, batches_of_their_size, model.out, fails_on):
+        assert tokens == want
+        assert (sizes[0] > 1000) is bool(fails_on)
+        assert len(prompts()) < sizes[0]
 
 
 # Requests and calls that fail -------------------------------------------------------------------------

@@ -55,7 +55,7 @@ SOLVER = (
 )
 """The modules that take part in solving."""
 
-_solve = passes._solved
+_solve = passes.ModelSolver._solved
 
 
 class Solved:
@@ -74,30 +74,24 @@ class Solved:
 
 def install(directory: Path) -> None:
     """Replace the solver by one that remembers."""
-    passes._solved = _remembered
+    passes.ModelSolver._solved = _remembered  # type: ignore[method-assign]
     Solved.directory = directory
     Solved.solver = list(_parts())
 
 
-def _remembered(
-    spec: ModelSpec,
-    options: SolveOptions,
-    grains: Grains,
-    tell: passes.Tell,
-    adaptation: passes.Adaptation | None = None,
-    inspect: passes.Inspect | None = None,
-) -> Plan:
+def _remembered(solver: passes.ModelSolver, options: SolveOptions, inspect: passes.Inspect | None) -> Plan:
     if Solved.directory is None or inspect is not None:  # which looks at the model, too
-        return _solve(spec, options, grains, tell, adaptation, inspect)
+        return _solve(solver, options, inspect)
     options = replace(options, measure=options.measure and Solved.measures)
-    is_shared = adaptation is None and spec.twin is None and not _own_class(spec) and not _changed()
-    path = Solved.directory / _name(spec, options, grains) if is_shared else None
+    spec = solver.spec
+    is_shared = solver.adaptation is None and spec.twin is None and not _own_class(spec) and not _changed()
+    path = Solved.directory / _name(spec, options, solver.grains) if is_shared else None
     if path is not None and path.exists():
-        return _read(path, tell)
+        return _read(path, solver.tell)
     with _in_short():
         if path is None:
-            return _solve(spec, options, grains, tell, adaptation, None)
-        return _write(path, tell, lambda told: _solve(spec, options, grains, told, None, None))
+            return _solve(solver, options, None)
+        return _write(path, solver, options)
 
 
 @contextmanager
@@ -126,14 +120,19 @@ def _read(path: Path, tell: passes.Tell) -> Plan:
     return plan
 
 
-def _write(path: Path, tell: passes.Tell, solve: Callable[[passes.Tell], Plan]) -> Plan:
+def _write(path: Path, solver: passes.ModelSolver, options: SolveOptions) -> Plan:
     told: list[str] = []
+    tell = solver.tell
 
     def keep(text: str) -> None:
         told.append(text)
         tell(text)
 
-    plan = solve(keep)
+    solver.tell = keep
+    try:
+        plan = _solve(solver, options, None)
+    finally:
+        solver.tell = tell
     unfinished = path.with_suffix(f".{os.getpid()}")
     unfinished.write_bytes(pickle.dumps((plan, told)))
     unfinished.replace(path)

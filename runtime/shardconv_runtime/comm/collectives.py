@@ -101,7 +101,8 @@ class Communicator(ABC):
         Raises:
             PlanError: ``x`` requires a gradient. The other collectives raise it too.
         """
-        refuse_gradient(x)
+        if x.requires_grad:
+            refuse_gradient(x)
         if self.num_ranks(axes) == 1:
             return x
         if overwrite and not torch.compiler.is_compiling():
@@ -110,7 +111,8 @@ class Communicator(ABC):
 
     def concatenate(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
         """Concatenate local ``[n, ...]`` of ``p`` ranks along ``axes`` to ``[p * n, ...]``. No backward."""
-        refuse_gradient(x)
+        if x.requires_grad:
+            refuse_gradient(x)
         if self.num_ranks(axes) == 1:
             return x
         return self._concatenate(x.contiguous(), axes)
@@ -122,7 +124,8 @@ class Communicator(ABC):
 
     def reduce_scatter(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
         """Sum ``[p * n, ...]`` over ``p`` ranks along ``axes`` to local ``[n, ...]``. No backward."""
-        refuse_gradient(x)
+        if x.requires_grad:
+            refuse_gradient(x)
         if self.num_ranks(axes) == 1:
             return x
         return self._reduce_scatter(x.contiguous(), axes)
@@ -208,6 +211,8 @@ class ProcessCommunicator(Communicator):
 
 def refuse_gradient(x: Tensor) -> None:
     """Stop before autograd records an operation on ``x`` (of any shape) that has no backward.
+
+    Callers ask ``x.requires_grad`` first, so that a call without gradients makes no further call for it.
 
     Raises:
         PlanError: gradients are enabled and ``x`` requires one.

@@ -56,6 +56,8 @@ class StepCoordinator(DistributedHelper):  # type: ignore[misc]
         self.is_tp_driver = start.rank == 0
         self.cpu_comm_group = loop_group(start.group, timeout_s)
         self._heard_of_failure = False
+        self.has_disagreed = False
+        """Another rank failed to make its cache, and this one knows: it must not tell that once more."""
 
     def destroy_cpu_comm_group(self) -> None:
         """Do nothing: the group is kept for the next manager of these ranks."""
@@ -100,15 +102,23 @@ class StepCoordinator(DistributedHelper):  # type: ignore[misc]
 
     def tp_all_reduce_min(self, value: Tensor, on_cpu: bool = False) -> Tensor:
         """Return the smallest sizes of the cache, before the loop runs; all ranks raise the error of one."""
-        agree(self._start, None)
+        self._agree()
         sizes = exchange(self._start, value.tolist())
         return value.copy_(torch.tensor(sizes).amin(0))
 
     def set_tp_seed(self, seed: int | None, model_device: torch.device) -> None:
         """Seed torch with a number of rank 0."""
-        agree(self._start, None)
+        self._agree()
         mine = int(torch.randint(2**62, ())) if seed is None else seed
         torch.manual_seed(exchange(self._start, mine)[0])
+
+    def _agree(self) -> None:
+        """Go on if no rank has failed while its cache was made."""
+        try:
+            agree(self._start, None)
+        except LaunchError:
+            self.has_disagreed = True
+            raise
 
     def _or_lost(self, message: Callable[[], Any]) -> Any:
         try:

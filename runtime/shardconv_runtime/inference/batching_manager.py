@@ -25,7 +25,7 @@ from ..comm.mesh import Launch
 from ..comm.rank_0 import share_rng_state
 from ..comm.step_coordinator import StepCoordinator
 from ..default_modes import in_one_thread
-from ..errors import LaunchError, RefusedCallError
+from ..errors import LaunchError, RefusedCallError, ShardconvError
 from .paged_model import PagedModel, RequestCheck, attempt
 
 _names = inspect.signature(ContinuousBatchingConfig).parameters
@@ -53,6 +53,8 @@ class RankBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
     """
 
     num_microbatches = 1
+    most_blocks: int | None = None
+    """Blocks that the cache needs at most; None: as many as the memory has room for."""
     batch_processor: Any
     _start: Launch
     _model: PagedModel
@@ -244,10 +246,8 @@ class RankBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
         """Return the processor with its cache; an error of one rank is raised on all."""
         if self.batch_processor is not None:
             return super()._create_batch_processor()
-        with in_one_thread():  # the cache is filled; see ``cached_heads``
-            made, failure = attempt(super()._create_batch_processor)
         try:
-            agree(self._start, failure)
+            made = self._new_processor()
             _require_same_sizes(self._start, made.cache)
         except Exception:
             self._model.set_attn_implementation(self._attention)
@@ -257,6 +257,28 @@ class RankBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
             self._room = int(model_runner.infer_max_single_request_tokens(made.cache))
         else:  # transformers 5.17
             self._room = int(made.cache.num_blocks // made.cache.num_groups * made.cache.block_size)
+        return made
+
+    def _new_processor(self) -> Any:
+        """Return a processor whose cache is as large as is needed, or else as there is room for."""
+        config = self.continuous_batching_config
+        if self.most_blocks is not None:
+            config.num_blocks = self.most_blocks
+            try:
+                return self._agreed_processor()
+            except ShardconvError:  # on all ranks: one of them has less memory
+                config.num_blocks = None
+        return self._agreed_processor()
+
+    def _agreed_processor(self) -> Any:
+        """Return a processor; an error of one rank is raised on all."""
+        helper = self.distributed_helper
+        with in_one_thread():  # the cache is filled; see ``cached_heads``
+            made, failure = attempt(super()._create_batch_processor)
+        if failure is not None and isinstance(helper, StepCoordinator) and helper.has_disagreed:
+            helper.has_disagreed = False
+            raise failure
+        agree(self._start, failure)
         return made
 
     def _handle_critical_error(self, error: Exception, batch_processor: Any) -> None:

@@ -7,8 +7,10 @@ only rank 0 adds requests, and the others take the steps that these need until r
 from __future__ import annotations
 
 import copy
+import math
 import platform
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import MethodType, SimpleNamespace
 from typing import Any
@@ -24,7 +26,7 @@ from ..comm.mesh import Launch
 from ..default_modes import in_default_modes
 from ..errors import OptionError, PlanError, RefusedCallError
 from ..pp.stage_link import StageLink
-from .batching_manager import RankBatchingManager, require_idle
+from .batching_manager import PAGE_SIZE, RankBatchingManager, require_idle
 from .paged_model import (
     CachedHeads,
     PagedCheck,
@@ -39,6 +41,10 @@ from .stage_batching import StagedBatchingManager
 
 CPU_MEMORY = 0.6
 """Share of a machine's memory for the caches of all ranks on its CPUs; transformers' for one process."""
+
+SAFETY_MARGIN = 0.15
+"""Share of the cache that has to be free for a request to begin beside others, unless the caller sets another
+one; transformers'."""
 
 NOT_IN_BATCHES = {
     "num_beams": (None, 1),
@@ -154,9 +160,29 @@ def _manager_of_rank(start: Launch, gather_logits: bool, link: StageLink | None)
                 self.set_attn_implementation(attention)
             raise
         adopted: RankBatchingManager = manager
+        if isinstance(workload_hints, KnownRequests) and start.device.type == "cpu":
+            blocks = _enough_blocks(paged, config, workload_hints)
+            if blocks is not None:
+                adopted.most_blocks = max(exchange(start, blocks))
         return adopted
 
     return init_continuous_batching
+
+
+@dataclass
+class KnownRequests(WorkloadHints):  # type: ignore[misc]
+    """The hints of a call that gives all of its requests."""
+
+    lengths: Sequence[int] = ()
+    """Tokens of each request, new ones included."""
+
+
+def _enough_blocks(paged: PagedModel, config: Any, requests: KnownRequests) -> int | None:
+    """Return a size of the cache with which no request waits for another one; None if the caller chose it."""
+    margin = SAFETY_MARGIN if config.safety_margin is None else config.safety_margin
+    if config.num_blocks is not None or margin >= 1 or PAGE_SIZE != "page_size":  # 5.17 counts other blocks
+        return None
+    return math.ceil(paged.blocks_for(requests.lengths, config.page_size) / (1 - margin))
 
 
 _OF_MANAGER = {"continuous_batching_config", "persistent_manager", "warmup", "num_microbatches"}
@@ -192,6 +218,9 @@ def _generate_batch(start: Launch) -> Callable[..., Any]:
             check.require(prompt, limit)
         num_each = config.num_return_sequences or 1
         hints = WorkloadHints(max(map(len, prompts)), limit or 0, len(prompts) * num_each)
+        if limit is not None and not options.get("persistent_manager"):  # later calls have other requests
+            lengths = [len(prompt) + limit for prompt in prompts for _ in range(num_each)]
+            hints = KnownRequests(**vars(hints), lengths=lengths)
         managing = self.continuous_batching_context_manager(
             config,
             workload_hints=hints,

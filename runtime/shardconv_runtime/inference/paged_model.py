@@ -207,6 +207,10 @@ class CachedHeads:
     dtype: torch.dtype
 
 
+PIECE_BYTES = 128
+"""The pieces in which transformers gives out a cache are multiples of this."""
+
+
 class PagedModel:
     """Replaces a loaded model in transformers' continuous batching.
 
@@ -255,6 +259,19 @@ class PagedModel:
             local.num_hidden_layers = len(self._kinds or self._heads.layers)
             local.layer_types = [*self._kinds] or None
         return local
+
+    def blocks_for(self, lengths: Iterable[int], page_size: int) -> int:
+        """Return the number of blocks of a cache that holds sequences of these lengths beside each other.
+
+        A block has a page for each layer. The cache gives out larger pieces, of which the layers of each kind
+        of attention may leave a part of one unused.
+        """
+        kinds = Counter(self._kinds or kinds_of_layers(self.unwrapped, self._heads.layers))
+        num_layers = tuple(kinds.values()) or (len(self._heads.layers),)
+        page_bytes = 2 * self._heads.number * self._heads.width * self._heads.dtype.itemsize * page_size
+        piece_bytes = math.lcm(PIECE_BYTES, *(number * page_bytes for number in num_layers))
+        blocks_of_piece = -(-piece_bytes // (sum(num_layers) * page_bytes))
+        return sum(-(-length // page_size) for length in lengths) + len(num_layers) * blocks_of_piece
 
     def number_layers(self, cache: Any) -> None:
         """Have a cache of this stage's layers, which counts them from 0, take the numbers of the model."""

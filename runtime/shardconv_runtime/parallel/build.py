@@ -99,7 +99,7 @@ def apply_plan(
         model: the model on meta, with global shapes.
     """
     parameters = parameter_plans(plan)
-    _check_names(model, plan, parameters)
+    check_names(model, plan, parameters)
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     if plan.tp > 1 or packed is not None:  # a single rank computes as the unsharded model does
         without_fast_paths(model)
@@ -161,7 +161,7 @@ def stored_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield prefix + name, buffer
 
 
-def _check_names(model: nn.Module, plan: Plan, parameters: dict[str, ParameterPlan]) -> None:
+def check_names(model: nn.Module, plan: Plan, parameters: dict[str, ParameterPlan]) -> None:
     """Check that the plan covers each stored tensor of the model, with its global shape."""
     tied = dict(plan.tied)
     present = {name: tuple(tensor.shape) for name, tensor in stored_tensors(model)}

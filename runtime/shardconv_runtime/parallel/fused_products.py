@@ -178,9 +178,9 @@ class FusedLinear(ColumnParallelLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         """See the class."""
-        if not self._has_backward:
+        if not self._has_backward and input.requires_grad:
             refuse_gradient(input)
-        needs_grad = torch.is_grad_enabled() and (input.requires_grad or self.weight.requires_grad)
+        needs_grad = (input.requires_grad or self.weight.requires_grad) and torch.is_grad_enabled()
         parts = None if needs_grad else self.product.parts(self.index, input)
         y = F.linear(input, self.weight, self.bias) if parts is None else parts[self.index]
         return finish(self.outputs, y) if self.outputs else y
@@ -253,7 +253,7 @@ def are_in_place(places: Places | None) -> bool:
     if places is None:
         return False
     for tensors, name, tensor, address in places:  # for each product: a loop is fastest
-        if tensors.get(name) is not tensor or _address(tensor) != address:
+        if tensors.get(name) is not tensor or (tensor.data_ptr() or _address(tensor)) != address:
             return False
     return True
 

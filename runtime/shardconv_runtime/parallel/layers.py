@@ -113,10 +113,16 @@ class Steps(NamedTuple):
     outputs: Sequence[TensorStep] = ()
 
 
-class _ShowsPart(nn.Module):
+class _PartOfLayer(nn.Module):
     """Prints, behind the global sizes of a layer, the part of the weight that this rank holds."""
 
     local_part = ""
+
+    def reset_parameters(self) -> None:
+        """Draw the weights, unless they are on meta, where a plan puts others in their place."""
+        weight = self.weight
+        if not (isinstance(weight, Tensor) and weight.is_meta):
+            super().reset_parameters()  # type: ignore[misc]  # of the layer's class, which comes next
 
     def extra_repr(self) -> str:
         """Return the layer's own text, and the local shape with its place."""
@@ -124,7 +130,7 @@ class _ShowsPart(nn.Module):
         return f"{text}, {self.local_part}" if self.local_part else text
 
 
-class ColumnParallelLinear(_ShowsPart, nn.Linear):
+class ColumnParallelLinear(_PartOfLayer, nn.Linear):
     """A linear layer whose output dim is sharded.
 
     Args:
@@ -156,13 +162,13 @@ class ColumnParallelLinear(_ShowsPart, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """See the class."""
-        if not self._has_backward:
+        if not self._has_backward and input.requires_grad:
             refuse_gradient(input)
-        x = without_gaps(_apply(self.inputs, input))
+        x = without_gaps(_apply(self.inputs, input) if self.inputs else input)
         return finish(self.outputs, F.linear(x, self.weight, self.bias))
 
 
-class RowParallelLinear(_ShowsPart, nn.Linear):
+class RowParallelLinear(_PartOfLayer, nn.Linear):
     """A linear layer whose input dim is sharded.
 
     Args:
@@ -202,14 +208,14 @@ class RowParallelLinear(_ShowsPart, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """See the class."""
-        x = _apply(self.inputs, input)
+        x = _apply(self.inputs, input) if self.inputs else input
         if not self.reductions:
             return finish(self.outputs, F.linear(x, self.weight, self.bias))
         y = finish(self.reductions, F.linear(x, self.weight))
         return finish(self.outputs, y + self.bias)
 
 
-class VocabParallelEmbedding(_ShowsPart, nn.Embedding):
+class VocabParallelEmbedding(_PartOfLayer, nn.Embedding):
     """An embedding whose rows are sharded.
 
     Args:

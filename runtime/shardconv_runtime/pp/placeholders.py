@@ -33,11 +33,17 @@ def swap_for_placeholder(model: nn.Module, fqn: str, results: Results) -> Placeh
     return made
 
 
-def placeholder_for(module: nn.Module, results: Results) -> Placeholder:
-    """Return a module that can take the place of another one."""
+def placeholder_for(
+    module: nn.Module, results: Results, note: Callable[[Any], None] | None = None
+) -> Placeholder:
+    """Return a module that can take the place of another one.
+
+    Args:
+        note: is called with each attribute of the module that is read.
+    """
     made: Placeholder = object.__new__(_class_for(type(module)))  # type: ignore[arg-type]
     nn.Module.__init__(made)
-    made.__dict__.update(_replaced=module, _has_own=False, _results=results)
+    made.__dict__.update(_replaced=module, _has_own=False, _results=results, _note=note)
     made.train(module.training)
     return made
 
@@ -51,6 +57,7 @@ class Placeholder(nn.Module):
     _results: Results
     _replaced: nn.Module
     _has_own: bool
+    _note: Callable[[Any], None] | None
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -60,7 +67,10 @@ class Placeholder(nn.Module):
                 raise
             if not self._has_own and hasattr(self._replaced, name):  # a failed search copies nothing
                 self.__dict__.update(_replaced=_with_own_attributes(self._replaced), _has_own=True)
-            return getattr(self._replaced, name)
+            value = getattr(self._replaced, name)
+            if self._note is not None:
+                self._note(value)
+            return value
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Placeholder:
         """Return a placeholder of the same module, which is not copied, with the same results."""

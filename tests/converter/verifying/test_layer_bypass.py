@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections import namedtuple
+from typing import Any
 
+import pytest
 import torch
+from shardconv_runtime.checkpoint.resolve import resolve
+from shardconv_runtime.parallel import build
 from torch import Tensor, nn
 
+from shardconv.arguments import ExampleInputs, SolveOptions
 from shardconv.inputs.trace_inputs import TraceInputs
+from shardconv.passes import solve_plan
 from shardconv.simulation.layer_bypass import Bypass, bypassed_copy, working_bypasses
 from shardconv.tracing.fold import fold
 from shardconv.tracing.trace import trace
@@ -105,3 +111,81 @@ def test_one_layer_of_which_the_result_is_collected_with_another_is_marked() -> 
         found = bypasses_of(Reads(number))
         assert len(found) == number - 3
         assert all(how.is_read_elsewhere for how in found.values())
+
+
+class Block(nn.Module):
+    """Two products, which are sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, states: Tensor, kept: Kept) -> Tensor:
+        kept.items.append(states.relu())
+        hidden: Tensor = self.down(self.up(states).relu())
+        return states + hidden
+
+
+class Blocks(nn.Module):
+    """Layers that do the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run_layers(x, Kept())
+
+    def run_layers(self, x: Tensor, kept: Kept) -> Tensor:
+        """All layers, one after another; each keeps an inner result."""
+        for layer in self.layers:
+            x = layer(x, kept)
+        return x
+
+
+class AsksForSizes(Blocks):
+    """Its code reads a size of each layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert all(layer.up.out_features for layer in self.layers)
+        return super().forward(x)
+
+
+class Collects(Blocks):
+    """Returns a result of each layer that is not passed on."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        kept = Kept()
+        return self.run_layers(x, kept), *kept.items
+
+
+class Sums(Collects):
+    """Computes with these results."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        x, *items = super().forward(x)
+        return x, torch.stack(items).sum(0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "applied"), [(Blocks, [2]), (AsksForSizes, [2, 6]), (Collects, [2]), (Sums, [2, 6])]
+)
+def test_a_plan_is_applied_to_the_layers_that_run(
+    monkeypatch: pytest.MonkeyPatch, kind: type[nn.Module], applied: list[int]
+) -> None:
+    """And to all of them if code would see a difference."""
+    counts: list[int] = []
+    apply = build.apply_plan
+
+    def counted(model: nn.Module, *args: Any, **options: Any) -> None:
+        apply(model, *args, **options)
+        counts.append(sum(name.endswith("up.weight") for name, _ in model.named_parameters()))
+
+    monkeypatch.setattr(build, "apply_plan", counted)
+    with torch.device("meta"):
+        model = kind()
+    example = ExampleInputs("the test", lambda config: {"x": torch.randn(3, 8)})
+    solve_plan(
+        resolve(model, need_weights=False), SolveOptions(2, check=False, measure=False, example=example)
+    )
+    assert counts == applied
