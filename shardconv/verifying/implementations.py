@@ -116,8 +116,8 @@ def _uncompiled() -> Iterator[None]:
     """Run code that compiles itself, such as flex attention, without compilation.
 
     ``torch.compile`` imports Inductor even if nothing is compiled, which takes longer than the proof of
-    most models. Here, it leaves that to the first call afterwards: transformers keeps its result. torch (2.13)
-    looks for a backend before it compiles flex attention, which imports networkx and much of Inductor.
+    most models. Here, it leaves that to the first call afterwards: transformers keeps its result. Before it
+    compiles flex attention, torch (2.13) looks for a backend, which imports networkx and much of Inductor.
     """
     compile_, prepare = torch.compile, getattr(flex_attention, _PREPARING, None)
     torch.compile = _compiled_later  # type: ignore[assignment]
