@@ -306,7 +306,7 @@ _SAME_ON_RANKS = (str, bool, float, NoneType, FunctionType, MethodType)
 """Types of attributes that a plan does not change."""
 
 
-class RankModel:
+class BypassedRank:
     """The model of one rank on meta, with layers bypassed.
 
     Args:

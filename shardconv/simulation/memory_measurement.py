@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from ..inputs.trace_inputs import TraceInputs
 from ..tracing.identities import META
-from .layer_bypass import Bypass, RankModel, bypass, planned_alike
+from .layer_bypass import Bypass, BypassedRank, bypass, planned_alike
 from .memory_run import CachedTensor, Calls, Runner, Size
 from .rank_threads import MetaCommunicator
 
@@ -209,7 +209,7 @@ def measure_on_rank(
     """
     alike = planned_alike(plan, bypassed)
     if stage is None:
-        rank = RankModel(plan, model, alike, comm)
+        rank = BypassedRank(plan, model, alike, comm)
         try:
             result = measure(MeasuredRank.of(rank.module, alike, model))
         except NotMeasured:

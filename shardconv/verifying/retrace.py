@@ -29,7 +29,7 @@ from ..dim_analysis.rules import RULES
 from ..inputs.trace_inputs import TraceInputs
 from ..planning.conflict import Conflict
 from ..planning.layout import Layouts, Shapes
-from ..simulation.layer_bypass import Bypass, RankModel, bypass, planned_alike, repeat_results
+from ..simulation.layer_bypass import Bypass, BypassedRank, bypass, planned_alike, repeat_results
 from ..simulation.model_runs import PRECISIONS
 from ..simulation.module_comparison import Follower, ModuleComparison, Observation
 from ..simulation.rank_threads import MetaCommunicator
@@ -353,7 +353,7 @@ class _RankRun:
 
     def conflict(self, repeated: Mapping[str, str]) -> Conflict | None:
         """Return the first difference from the global tape."""
-        rank = RankModel(self.plan, self.model, self.left_out, self._comm)
+        rank = BypassedRank(self.plan, self.model, self.left_out, self._comm)
         conflict = self._difference(rank.module, repeated)
         if rank.is_exact:
             return conflict
