@@ -80,7 +80,7 @@ class ModelSolver:
     Args:
         spec: the model.
         grains: units in which its weights can be divided.
-        progress: is told what is done.
+        progress: is told of each pass.
         adaptation: the adapter of the model.
         built: the model on meta, as ``build_model`` returns it, if the caller has it and does not need it any
             more.
