@@ -184,7 +184,7 @@ def hand_solver(monkeypatch: pytest.MonkeyPatch) -> None:
         *,
         grains: Any = None,
         progress: Callable[[str], None] | None = None,
-        inspect: Any = None,
+        built: Any = None,
     ) -> Plan:
         return hand_plan(spec.config, options.tp, spec.dtype)
 

@@ -18,10 +18,10 @@ from shardconv_runtime.format.plan import Plan
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
-from shardconv import numeric_check, passes
+from shardconv import numeric_check
 from shardconv.arguments import SolveOptions
 from shardconv.inputs.trace_inputs import TraceInputs
-from shardconv.passes import solve_plan
+from shardconv.passes import ModelSolver, solve_plan
 from shardconv.simulation import rank_simulation
 from shardconv.simulation.model_runs import ReusedModel
 from shardconv.simulation.random_weights import USUAL, Draw, RandomWeights
@@ -151,7 +151,7 @@ def test_nothing_is_compiled(llama: Case, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_one_thread_computes_while_a_plan_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[int] = []
-    monkeypatch.setattr(passes, "_solved", lambda *_: found.append(torch.get_num_threads()))
+    monkeypatch.setattr(ModelSolver, "_solved", lambda *_: found.append(torch.get_num_threads()))
     torch.set_num_threads(2)
     try:
         spec = ModelSpec("model", transformers.LlamaConfig(**SIZES), transformers.LlamaForCausalLM, "float32")
