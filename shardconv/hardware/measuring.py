@@ -378,7 +378,7 @@ class _Measured:
         """Return the seconds of a collective in a model.
 
         There, ranks wait for each other, and on a CPU the threads of gloo sleep during a product, so that a
-        collective between products takes several times as long as one after another.
+        collective between products may take several times as long as one after another.
         """
         if self.device.type == "cuda":
             return self._seconds(collective, alone=False)
