@@ -7,7 +7,6 @@ and every error of the arguments must come at once.
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardconv_runtime.checkpoint.model_directory import model_directory
@@ -204,7 +203,8 @@ def plan(
     if where is not None:
         from .hardware.priced_plans import options_for
 
-        options = options_for(ModelPlanner(source, example_inputs, progress), options, *where)
+        planner = ModelPlanner(source, example_inputs, progress)
+        return planner.plan(options_for(planner, options, *where))
     return plan_model(source, options, example_inputs, progress, packing)
 
 
@@ -217,7 +217,7 @@ def _cluster(
         return None
     if packing is not None:
         raise OptionError("times of packed weights are not predicted; leave out --quantize or --on")
-    cluster = parse_cluster(where.cluster, None if where.hardware is None else Path(where.hardware))
+    cluster = parse_cluster(where.cluster, where.hardware)
     cluster.require(options.tp * options.pp)
     return cluster, Workload(cluster.device.memory_bytes, context=where.context, batch=where.batch)
 

@@ -324,7 +324,7 @@ def _cluster(
         if hardware is not None:
             raise click.UsageError("--hardware is for --on; add that, for example --on 2xCPU")
         return None
-    cluster = parse_cluster(on, None if hardware is None else Path(hardware))
+    cluster = parse_cluster(on, hardware)
     if options["quantize"] is not None:
         raise click.UsageError("--on predicts no times of packed weights; leave out --quantize or --on")
     cluster.require(1 if isinstance(tp, str) else tp * options["pp"])

@@ -166,7 +166,7 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def parse_cluster(text: str, file: Path | None = None) -> Cluster:
+def parse_cluster(text: str, file: str | os.PathLike[str] | None = None) -> Cluster:
     """Return the cluster of a text such as ``2x8xH100``, ``8xH100`` (one host) or ``H100`` (one device).
 
     Args:
@@ -182,7 +182,7 @@ def parse_cluster(text: str, file: Path | None = None) -> Cluster:
     hosts, devices = int(match["hosts"] or 1), int(match["devices"] or 1)
     if not 1 <= hosts * devices <= MAX_DEVICES:
         raise OptionError(f"{text!r} has {hosts * devices:,} devices; give 1 to {MAX_DEVICES:,}")
-    known = (*(read_devices(file) if file is not None else ()), *known_devices())
+    known = (*(read_devices(Path(file)) if file is not None else ()), *known_devices())
     for device in known:
         if device.name.casefold() == match["name"].casefold():
             return Cluster(hosts, devices, device)

@@ -22,7 +22,7 @@ from ..dim_analysis.rules import traits_of
 from ..inputs.trace_inputs import TraceInputs
 from ..simulation.layer_bypass import Bypass
 from ..simulation.live_memory import LiveMemory, WeakTable
-from ..simulation.memory_measurement import MeasuredRank, NotMeasured, measure_on_rank
+from ..simulation.memory_measurement import MeasuredRank, measure_on_rank
 from ..simulation.memory_run import DECODER, Calls, Runner, Size, tensors_of
 from ..simulation.rank_threads import MetaCommunicator
 from ..tracing.identities import tensors_in
@@ -246,27 +246,20 @@ def rank_work(
     recorder = _Recorder()
     comm = _CountingCommunicator(recorder, plan.mesh)
 
-    def counted(rank: MeasuredRank) -> RankWork:
-        problem: Exception | None = None
-        for with_all in (False, True):
-            calls = Calls(rank.model, inputs, with_all=with_all)
-            runner = _WorkRunner(rank.model, calls, rank.counts, recorder)
-            size = Size(batch, 1, context) if calls.has_source else Size(batch, context)
-            try:
-                prefill, outputs = runner.run(calls.prompt(size), {})
-                cache = calls.handed_back(outputs)
-                token = runner.run(_next_token(calls, size, cache, outputs), cache)[0] if cache else prefill
-                del outputs, cache
-                forward = None
-                if plan.training is not None:
-                    every = Size(batch, context, context) if calls.has_source else size
-                    forward = runner.run(calls.whole(every), {})[0]
-                return RankWork(prefill, token, forward)
-            except Exception as error:  # the model's code may raise anything
-                problem = problem or error
-        raise NotMeasured(f"{type(problem).__name__}: {problem}") from problem
+    def counted(rank: MeasuredRank, calls: Calls) -> RankWork:
+        runner = _WorkRunner(rank.model, calls, rank.counts, recorder)
+        size = Size(batch, 1, context) if calls.has_source else Size(batch, context)
+        prefill, outputs = runner.run(calls.prompt(size), {})
+        cache = calls.handed_back(outputs)
+        token = runner.run(_next_token(calls, size, cache, outputs), cache)[0] if cache else prefill
+        del outputs, cache
+        forward = None
+        if plan.training is not None:
+            every = Size(batch, context, context) if calls.has_source else size
+            forward = runner.run(calls.whole(every), {})[0]
+        return RankWork(prefill, token, forward)
 
-    return measure_on_rank(plan, model, bypassed, comm, stage, counted)
+    return measure_on_rank(plan, model, inputs, bypassed, comm, stage, counted)
 
 
 def _next_token(calls: Calls, size: Size, cache: Mapping[str, Any], outputs: Any) -> Mapping[str, Any]:

@@ -192,26 +192,42 @@ class MeasuredRank:
 def measure_on_rank(
     plan: Plan,
     model: nn.Module,
+    inputs: TraceInputs,
     bypassed: Mapping[str, Bypass],
     comm: MetaCommunicator,
     stage: int | None,
-    measure: Callable[[MeasuredRank], T],
+    measure: Callable[[MeasuredRank, Calls], T],
 ) -> T:
     """Measure the model of one rank on meta. Layers that are represented by others are bypassed.
 
     Args:
         plan: the plan of the model.
         model: global, on meta; it is copied.
+        inputs: inputs of its trace.
         bypassed: layers that are represented by others.
         comm: the communicator of the rank.
         stage: stage of the rank; None for a plan without stages.
-        measure: raises ``NotMeasured``.
+        measure: gets calls with tokens only, or if it raises an error, calls with all inputs of the trace.
+
+    Raises:
+        NotMeasured: ``measure`` has raised an error both times.
     """
+
+    def measured(rank: MeasuredRank) -> T:
+        problem: Exception | None = None
+        for with_all in (False, True):
+            calls = Calls(rank.model, inputs, with_all=with_all)
+            try:
+                return measure(rank, calls)
+            except Exception as error:  # the model's code may raise anything
+                problem = problem or error
+        raise NotMeasured(f"{type(problem).__name__}: {problem}") from problem
+
     alike = planned_alike(plan, bypassed)
     if stage is None:
         rank = BypassedRank(plan, model, alike, comm)
         try:
-            result = measure(MeasuredRank.of(rank.module, alike, model))
+            result = measured(MeasuredRank.of(rank.module, alike, model))
         except NotMeasured:
             if rank.is_exact:
                 raise
@@ -226,7 +242,7 @@ def measure_on_rank(
         keep_stage(local, plan, link, 0, META, getattr(torch, plan.model.dtype), names)
     made = MeasuredRank.of(local, alike, local)
     bypass(local, alike)
-    return measure(made)
+    return measured(made)
 
 
 def measure_memory(
@@ -249,18 +265,11 @@ def measure_memory(
         NotMeasured: if the model cannot be run on meta tensors.
     """
 
-    def measured(rank: MeasuredRank) -> MemoryPlan:
-        problem: Exception | None = None
-        for with_all in (False, True):
-            calls = Calls(rank.model, inputs, with_all=with_all)
-            runner = Runner(rank.model, calls, rank.counts)
-            try:
-                return replace(_Measurement(runner).memory(), buffer_bytes=rank.buffer_bytes)
-            except Exception as error:  # the model's code may raise anything
-                problem = problem or error
-        raise NotMeasured(f"{type(problem).__name__}: {problem}") from problem
+    def measured(rank: MeasuredRank, calls: Calls) -> MemoryPlan:
+        runner = Runner(rank.model, calls, rank.counts)
+        return replace(_Measurement(runner).memory(), buffer_bytes=rank.buffer_bytes)
 
-    return measure_on_rank(plan, model, bypassed, MetaCommunicator(0, plan.mesh), stage, measured)
+    return measure_on_rank(plan, model, inputs, bypassed, MetaCommunicator(0, plan.mesh), stage, measured)
 
 
 class _Measurement:
