@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -16,6 +17,8 @@ from torch import nn
 
 _M = TypeVar("_M", bound=nn.Module)
 
+
+_DICTS = (dict, OrderedDict)
 
 Results = Callable[..., Any]
 """A function from the arguments of a module to the results in its place."""
@@ -103,8 +106,10 @@ def _with_own_attributes(module: _M) -> _M:
 def _with_own_dicts(module: _M) -> _M:
     """Return a copy of a module with the same values, of which hooks and tensors can be replaced."""
     made: _M = object.__new__(type(module))
-    attributes = module.__dict__.items()
+    # A module has ten dicts of hooks, and a deep model has a hundred placeholders, which are copied for each
+    # rank. ``copy.copy`` of an ordered dict takes 30 times as long as its method.
     made.__dict__ = {
-        name: copy.copy(value) if isinstance(value, dict) else value for name, value in attributes
+        name: value.copy() if type(value) in _DICTS else copy.copy(value) if isinstance(value, dict) else value
+        for name, value in module.__dict__.items()
     }
     return made
