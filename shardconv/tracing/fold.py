@@ -7,6 +7,9 @@ one kind; class names and attributes are not used. The layers that stay are thos
 one kind to the next. A dropped run is replaced by the layer before it, which is of the kind of the last layer
 in the run.
 
+A layer may read tensors of the layer before it, and tensors of other layers that all layers of its kind read,
+such as the keys and values that the last layers of a stack share.
+
 All layers of a kind must get the same solution, so the layers of a kind that stay are tied, tensor by tensor.
 Outputs of the model that come from each layer, such as router scores, are read from the first layer of the
 kind.
@@ -43,6 +46,8 @@ _FILLED = frozenset({"aten.zeros", "aten.ones", "aten.full"})
 """Operators that make a tensor of one number."""
 _SAME = frozenset({"aten.detach", "aten.alias"})
 """Operators whose result is their operand."""
+_PART = "aten.select"
+"""The operator that takes a part of a tensor by its number, such as the part that is for one layer."""
 
 _SCALING = frozenset({"aten.mul", "aten.div"})
 """Operators that may scale by another number in each layer, such as one that depends on the depth."""
@@ -73,7 +78,11 @@ def segments_of(tape: Tape, calls: list[int]) -> list[Segment]:
 
 
 def made_alike(tape: Tape) -> dict[int, tuple[str, str, str, TensorInfo]]:
-    """Return the tensors that are filled with one number, such as states. Equal tensors have equal values."""
+    """Return the tensors of which each layer may have its own, with how they were made.
+
+    These are tensors that are filled with one number, such as states, and parts of a tensor that differ by
+    their number only. Those that were made alike can have the same layout.
+    """
     makers: dict[int, tuple[str, str, str, TensorInfo]] = {}
     for event in tape.events:
         if isinstance(event, Mark):
@@ -82,6 +91,10 @@ def made_alike(tape: Tape) -> dict[int, tuple[str, str, str, TensorInfo]]:
         if base in _FILLED and not event.inputs:
             made = tape.tensors[event.outputs[0]]
             makers[event.outputs[0]] = event.name, repr(event.args), repr(event.kwargs), made
+        elif base == _PART:
+            source, dim, *_ = event.args
+            made = tape.tensors[event.outputs[0]]
+            makers[event.outputs[0]] = event.name, repr((source, int(dim))), "", made
         elif base in _SAME and event.inputs[0] in makers:
             makers[event.outputs[0]] = makers[event.inputs[0]]
     return makers
@@ -104,19 +117,22 @@ class _States:
         if made is None:
             return tid
         replay = self.replays.get(tid)
-        sizes = None if replay is None else _LayerSignature(self.tape, segment)._value(replay.args)
+        is_part = made[0].startswith(_PART)  # its number may come from the layer
+        sizes = None if replay is None or is_part else _LayerSignature(self.tape, segment)._value(replay.args)
         return made, sizes
 
 
 def classify(tape: Tape, segments: list[Segment]) -> None:
     """Number the kinds of layers.
 
-    Layers of a kind have equal signatures, read the same tensors from outside of the stack, and make the same
-    tensors that are read behind it.
+    Layers of a kind have equal signatures, read the same tensors from outside of the stack and from layers
+    that are not the one before them, and make the same tensors that are read behind the stack or by layers
+    that are not the next one.
     """
     signatures = _signatures(tape, segments)
     owner = {t: i for i, s in enumerate(segments) for t in s.made}
     passed: dict[int, set[int]] = {}
+    far = [{t for t in s.outside if owner.get(t, i - 1) != i - 1} for i, s in enumerate(segments)]
     for signature, segment in zip(signatures, segments, strict=True):
         passed.setdefault(signature, set()).update(p for p, t in enumerate(segment.outside) if t in owner)
     # A layer may read a tensor in place of another layer's tensor of the same shape if it is empty, such as
@@ -127,13 +143,13 @@ def classify(tape: Tape, segments: list[Segment]) -> None:
     numel = [math.prod(info.shape) for info in tape.tensors]
     alike = {t for t, n in enumerate(numel) if n == 0 or (n == 1 and t not in weighted)}
     equal = _States(tape)
-    returned = _read_behind(tape, segments)
+    returned = _read_behind(tape, segments, set().union(*far))
     kinds: dict[Any, int] = {}
-    for signature, segment, read in zip(signatures, segments, returned, strict=True):
+    for signature, segment, read, others in zip(signatures, segments, returned, far, strict=True):
         shared = tuple(
-            equal.key(segment, t)
+            (p, equal.key(segment, t))
             for p, t in enumerate(segment.outside)
-            if p not in passed[signature]
+            if (p not in passed[signature] or t in others)
             and not tape.tensors[t].name.startswith(segment.fqn + ".")
             and t not in alike
         )
@@ -161,15 +177,16 @@ def _signatures(tape: Tape, segments: list[Segment]) -> list[int]:
     return [numbers.setdefault(signature, len(numbers)) for signature in computed]
 
 
-def _read_behind(tape: Tape, segments: list[Segment]) -> list[frozenset[int]]:
+def _read_behind(tape: Tape, segments: list[Segment], far: Collection[int]) -> list[frozenset[int]]:
     """Return the positions of each layer's tensors that are read behind the stack or between its layers.
 
-    Positions that each layer passes to the next one do not count for the last layer.
+    So are the tensors of ``far``, which layers other than the next one read. Positions that each layer passes
+    to the next one do not count for the last layer.
     """
     starts = [*(s.start for s in segments[1:]), len(tape.events)]
     events_between = (tape.events[s.stop : start] for s, start in zip(segments, starts, strict=True))
     behind = {t for events in events_between for event in events for t in reads_and_writes(event)[0]}
-    behind.update(tape.outputs, tape.handed_back)
+    behind.update(tape.outputs, tape.handed_back, far)
     positions = [{t: p for p, t in enumerate(s.made)} for s in segments]
     passed = {
         where[t] for where, s in zip(positions, segments[1:], strict=False) for t in s.outside if t in where
@@ -298,7 +315,7 @@ class Folded:
 
 
 def fold(tape: Tape, first_apart: bool = False) -> Folded:
-    """Fold every stack of numbered layers in which a layer only reads tensors of the layer before it.
+    """Fold every stack of numbered layers.
 
     If layers of a stack contain stacks, the outermost stack that can be folded is folded.
     """
@@ -341,11 +358,6 @@ def _fold_stack(tape: Tape, segments: list[Segment], first_apart: bool) -> _Resu
     classify(tape, segments)
     if first_apart:
         segments[0].kind = 1 + max(segment.kind for segment in segments)
-    # A layer may read tensors of the layer before it, but of no other layer.
-    owner = {t: i for i, s in enumerate(segments) for t in s.made}
-    for index, segment in enumerate(segments):
-        if any(owner.get(t, index - 1) != index - 1 for t in segment.outside):
-            return None
     # Layers of a kind that follow layers of a kind must read the same tensors of these.
     segments_of_kind: dict[tuple[int, int], list[int]] = {}
     for before, segment in pairs:
@@ -360,7 +372,8 @@ def _fold_stack(tape: Tape, segments: list[Segment], first_apart: bool) -> _Resu
     represented = _kept(segments)
     if len(represented) == len(segments):
         return None
-    states = made_alike(tape)
+    in_layers = {t for s in segments for t in s.made}
+    states = made_alike(tape).keys() - in_layers
     gone = [s for i, s in enumerate(segments) if i not in represented]
     first: dict[int, Segment] = {}
     ties: list[tuple[int, int]] = []

@@ -133,7 +133,11 @@ class _Proof:
         shown = eager or self.case
         if gathers is not None:
             shown = asked_case(shown, gathers)
-        calls = with_embeddings(self.case, self.arguments) if self.arguments else [self.case.inputs]
+        calls = list(with_embeddings(self.case, self.arguments)) if self.arguments else []
+        if (
+            len(self.arguments) < 2
+        ):  # code may need the ids as well; with two arguments, it may take one of them
+            calls.append(self.case.inputs)
         for usual in calls:
             inputs = usual if gathers is None else asking(usual)
             try:
@@ -144,6 +148,8 @@ class _Proof:
                 continue
             except ShardconvError:
                 return None
+            if usual is self.case.inputs:
+                self.arguments = ()
             return (shown, inputs) if outcome.calls >= self.calls else None
         return None
 

@@ -18,8 +18,6 @@ from torch import nn
 _M = TypeVar("_M", bound=nn.Module)
 
 
-_DICTS = (dict, OrderedDict)
-
 Results = Callable[..., Any]
 """A function from the arguments of a module to the results in its place."""
 
@@ -109,7 +107,10 @@ def _with_own_dicts(module: _M) -> _M:
     # A module has ten dicts of hooks, and a deep model has a hundred placeholders, which are copied for each
     # rank. ``copy.copy`` of an ordered dict takes 30 times as long as its method.
     made.__dict__ = {
-        name: value.copy() if type(value) in _DICTS else copy.copy(value) if isinstance(value, dict) else value
-        for name, value in module.__dict__.items()
+        name: _copied(value) if isinstance(value, dict) else value for name, value in module.__dict__.items()
     }
     return made
+
+
+def _copied(value: dict[Any, Any]) -> dict[Any, Any]:
+    return value.copy() if type(value) in (dict, OrderedDict) else copy.copy(value)

@@ -189,6 +189,90 @@ def test_layers_whose_states_were_made_alike_are_of_one_kind(numbers: tuple[floa
         assert [find(d) for d in analysis.dims[a]] == [find(d) for d in analysis.dims[b]]
 
 
+class Scaling(nn.Linear):
+    """Scales its result by the numbers that it is given."""
+
+    def forward(self, x: Tensor, numbers: Tensor) -> Tensor:
+        return super().forward(x) * numbers
+
+
+class Parts(nn.Module):
+    """Gives each layer its part of a tensor.
+
+    Args:
+        num_layers: of its layers.
+        odd: index of a layer that gets a part of another tensor, if there is one.
+    """
+
+    def __init__(self, num_layers: int, odd: int = -1) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Scaling(12, 12) for _ in range(num_layers))
+        self.numbers = nn.Parameter(torch.randn(num_layers, 12))
+        self.others = nn.Parameter(torch.randn(num_layers, 12))
+        self.odd = odd
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            x = layer(x, (self.others if index == self.odd else self.numbers)[index])
+        return x
+
+
+@pytest.mark.parametrize(("odd", "kept"), [(-1, 2), (4, 4)])
+def test_layers_that_get_parts_of_one_tensor_are_of_one_kind(odd: int, kept: int) -> None:
+    folded = fold(trace(Parts(8, odd).to("meta"), {"x": torch.randn(3, 11, 12)}, RULES))
+    assert len(folded.instances) == kept
+    analysis = analyze(folded.tape, folded.ties, folded.same)
+    assert len(folded.same) == 8 - kept
+    for a, b in folded.same:
+        assert [find(d) for d in analysis.dims[a]] == [find(d) for d in analysis.dims[b]]
+
+
+class Keeping(nn.Linear):
+    """Returns its result, and another result that it keeps, or those that it is given in place of it."""
+
+    def forward(self, x: Tensor, kept: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        y = super().forward(x)
+        return (x + y, y) if kept is None else (x + y * kept, kept)
+
+
+class Sharing(nn.Module):
+    """Of its layers, the last ones read what an earlier one keeps.
+
+    Args:
+        sources: for each layer, the index of the layer whose result it reads; itself for none.
+    """
+
+    def __init__(self, *sources: int) -> None:
+        super().__init__()
+        self.sources = sources
+        self.layers = nn.ModuleList(Keeping(12, 12) for _ in sources)
+
+    def forward(self, x: Tensor) -> Tensor:
+        results: list[Tensor] = []
+        for index, (layer, source) in enumerate(zip(self.layers, self.sources, strict=True)):
+            x, kept = layer(x) if source == index else layer(x, results[source])
+            results.append(kept)
+        return x
+
+
+def test_layers_that_read_of_one_layer_before_are_of_one_kind() -> None:
+    """The layer of which they read is of a kind of its own, and stays."""
+    tape = trace(Sharing(*range(6), *(4,) * 8).to("meta"), {"x": torch.randn(3, 11, 12)}, RULES)
+    folded = fold(tape)
+    assert set(folded.instances) > {"layers.4"}
+    assert folded.instances["layers.4"] == ("layers.4",)
+    assert sorted(len(layers) for layers in folded.instances.values())[-2:] == [3, 7]
+    read = {t for e in folded.tape.events for t in reads_and_writes(e)[0]}
+    made = {t for e in folded.tape.events for t in reads_and_writes(e)[1]}
+    inputs = {t for t, info in enumerate(folded.tape.tensors) if info.kind != "value"}
+    assert read <= made | inputs
+
+
+def test_layers_that_read_of_different_layers_are_of_different_kinds() -> None:
+    tape = trace(Sharing(*range(8), *range(8)).to("meta"), {"x": torch.randn(3, 11, 12)}, RULES)
+    assert {f"layers.{n}" for n in range(8, 16)} <= set(fold(tape).instances)
+
+
 class Scaled(nn.Linear):
     """A layer that scales what it adds by a number, or adds the number."""
 
