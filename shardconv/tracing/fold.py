@@ -358,6 +358,13 @@ def _fold_stack(tape: Tape, segments: list[Segment], first_apart: bool) -> _Resu
     classify(tape, segments)
     if first_apart:
         segments[0].kind = 1 + max(segment.kind for segment in segments)
+    # If other code runs between the layers, only layers that read something of the one before them can be
+    # dropped, and this one, too.
+    if any(a.stop != b.start for a, b in pairs):
+        new_kinds = itertools.count(1 + max(segment.kind for segment in segments))
+        for before, segment in pairs:
+            if set(before.made).isdisjoint(segment.outside):
+                before.kind, segment.kind = next(new_kinds), next(new_kinds)
     # Layers of a kind that follow layers of a kind must read the same tensors of these.
     segments_of_kind: dict[tuple[int, int], list[int]] = {}
     for before, segment in pairs:
@@ -365,10 +372,6 @@ def _fold_stack(tape: Tape, segments: list[Segment], first_apart: bool) -> _Resu
         read = [positions.get(t, -1) for t in segment.outside]
         if segments_of_kind.setdefault((before.kind, segment.kind), read) != read:
             return None
-    # If other code runs between the layers, each layer must read something of the one before it.
-    is_apart = any(a.stop != b.start for a, b in pairs)
-    if is_apart and any(set(before.made).isdisjoint(segment.outside) for before, segment in pairs):
-        return None
     represented = _kept(segments)
     if len(represented) == len(segments):
         return None
