@@ -1,7 +1,7 @@
 """Products of many rows in 16 bits on CPUs that have no instructions for them, computed in float32.
 
-There torch (2.13) takes as long for each row as for the first one: on an EPYC with AVX2, the products of a
-model of 135M parameters take 40 times as long for 64 rows as for one, and 5 times as long as in float32. A part
+There torch (2.13) takes as long for each row as for the first one: on an EPYC with AVX2, the products of
+a model of 135M parameters take 40 times as long for 64 rows as for one, 5 times as long as in float32. A part
 of a weight at a time is converted, which is exact, and multiplied while it is in the processor's cache. As in
 torch's own products, numbers are added in float32 and rounded once.
 """
