@@ -300,7 +300,7 @@ class PagedModel:
         try:
             # The last stage sends the chosen tokens, not the logits.
             keeping = nullcontext() if self._link is None else self._link.keeping_results()
-            with keeping, in_float32(inputs, self.dtype, self.unwrapped.device):
+            with keeping, in_float32(inputs["input_ids"].numel(), self.dtype, self.unwrapped.device):
                 output = self._call(inputs) if self._is_counted else self._counted_call(inputs)
                 self._check.compare(self.unwrapped, inputs, output.logits)
                 return output

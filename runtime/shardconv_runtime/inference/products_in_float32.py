@@ -32,19 +32,16 @@ def has_no_instructions() -> bool:
     return torch.backends.cpu.get_cpu_capability() == "AVX2"
 
 
-def in_float32(
-    inputs: Mapping[str, Any], dtype: torch.dtype, device: torch.device
-) -> AbstractContextManager[Any]:
-    """Return the context in which a packed call computes its products.
+def in_float32(num_tokens: int, dtype: torch.dtype, device: torch.device) -> AbstractContextManager[Any]:
+    """Return the context in which a call of a model computes its products, without gradients.
 
     A mode costs some microseconds for each function of torch, so that only calls of enough tokens have it.
 
     Args:
-        inputs: of the call; ``input_ids`` are ``[1, T]``.
         dtype: of the activations.
     """
-    is_slow = device.type == "cpu" and dtype in LOW_PRECISION and inputs["input_ids"].numel() >= LEAST_ROWS
-    if torch.compiler.is_compiling() or not is_slow or not has_no_instructions():
+    is_slow = device.type == "cpu" and dtype in LOW_PRECISION and num_tokens >= LEAST_ROWS
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or not (is_slow and has_no_instructions()):
         return nullcontext()
     return _InFloat32()
 

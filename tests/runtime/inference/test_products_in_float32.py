@@ -22,10 +22,6 @@ import shardconv
 CPU = torch.device("cpu")
 
 
-def ids(num_tokens: int) -> dict[str, Tensor]:
-    return {"input_ids": torch.zeros(1, num_tokens, dtype=torch.int64)}
-
-
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The shapes of the inputs that are multiplied in float32, on a CPU without instructions."""
@@ -59,7 +55,7 @@ def test_products_are_rounded_once(
 
 def test_linear_layers_of_many_rows_are_in_float32(counted: list[tuple[int, ...]]) -> None:
     layer = nn.Linear(16, 8, dtype=torch.bfloat16)
-    with torch.no_grad(), in_float32(ids(LEAST_ROWS), torch.bfloat16, CPU):
+    with torch.no_grad(), in_float32(LEAST_ROWS, torch.bfloat16, CPU):
         layer(torch.ones(1, LEAST_ROWS, 16, dtype=torch.bfloat16))
         layer(torch.ones(1, LEAST_ROWS - 1, 16, dtype=torch.bfloat16))  # such as the head of a few requests
         nn.Linear(16, 8)(torch.ones(1, LEAST_ROWS, 16))
@@ -77,12 +73,12 @@ def test_linear_layers_of_many_rows_are_in_float32(counted: list[tuple[int, ...]
 def test_other_calls_have_no_mode(
     num_tokens: int, dtype: torch.dtype, device: str, counted: list[tuple[int, ...]]
 ) -> None:
-    with in_float32(ids(num_tokens), dtype, torch.device(device)):
+    with torch.no_grad(), in_float32(num_tokens, dtype, torch.device(device)):
         nn.Linear(4, 4, dtype=torch.bfloat16)(torch.ones(64, 4, dtype=torch.bfloat16))
     assert not counted
 
 
-def test_a_batch_multiplies_in_float32(tmp_path: Path, counted: list[tuple[int, ...]]) -> None:
+def test_batches_and_prompts_multiply_in_float32(tmp_path: Path, counted: list[tuple[int, ...]]) -> None:
     """The guard of a gain: 64 requests took 4 times as long."""
     source, out = tmp_path / "source", tmp_path / "out"
     config = small_config(vocab_size=VOCAB)
@@ -90,8 +86,20 @@ def test_a_batch_multiplies_in_float32(tmp_path: Path, counted: list[tuple[int, 
     transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(source)
     shardconv.convert(source, out, tp=1, check=False)
     asked = prompts()
-    answers = batch(shardconv_runtime.load(out), asked)
+    model = shardconv_runtime.load(out)
+    answers = batch(model, asked)
     assert [1 <= len(answer) <= NEW for answer in answers] == [True] * len(asked)
     layers = [shape for shape in counted if shape[-1] == config.hidden_size]
     assert len(layers) >= config.num_hidden_layers * 5  # queries, keys, values, gate and up of one step
     assert max(shape[1] for shape in counted) > LEAST_ROWS
+    counted.clear()
+    model.generate(torch.ones(1, 12, dtype=torch.int64), max_new_tokens=2, do_sample=False)
+    assert {shape[:2] for shape in counted} == {(1, 12)}  # the prompt alone
+
+
+def test_calls_with_gradients_have_no_mode(counted: list[tuple[int, ...]]) -> None:
+    layer = nn.Linear(4, 4, dtype=torch.bfloat16)
+    with in_float32(64, torch.bfloat16, CPU):
+        layer(torch.ones(64, 4, dtype=torch.bfloat16)).sum().backward()
+    assert not counted
+    assert layer.weight.grad is not None
