@@ -38,7 +38,7 @@ def in_float32(num_tokens: int, dtype: torch.dtype, device: torch.device) -> Abs
     A mode costs some microseconds for each function of torch, so that only calls of enough tokens have it.
 
     Args:
-        dtype: of the activations.
+        dtype: the dtype of the activations.
     """
     is_slow = device.type == "cpu" and dtype in LOW_PRECISION and num_tokens >= LEAST_ROWS
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or not (is_slow and has_no_instructions()):
