@@ -11,6 +11,7 @@ same settings. Prompts have 8 to 64 random tokens (``--prompt``). With ``--compi
 - *First token* is the median over requests, from the call.
 - *Peak* is the resident memory of a call above its start, in the process where it is largest.
 - *Same tokens* counts the requests whose tokens are those of transformers' call.
+- *Processor* is the processor time of rank 0 for a call, which counts on a machine that does other work, too.
 - Calls take turns; the first of each is not timed. Numbers are medians, with the lowest and the highest.
 
     python benchmarks/batches.py [--sizes 1,16,64] [--tokens 32] [--rounds 5] [--markdown FILE]
@@ -65,7 +66,7 @@ def answer(model: Any, asked: list[list[int]], options: argparse.Namespace) -> d
     )
     gc.collect()
     inference_rank.barrier()
-    phase = Phase.begin()
+    phase, cpu_s = Phase.begin(), time.process_time()
     found = model.generate_batch(
         asked,
         generation_config=config(options.tokens),
@@ -73,12 +74,13 @@ def answer(model: Any, asked: list[list[int]], options: argparse.Namespace) -> d
         record_timestamps=True,
         persistent_manager=True,
     )
-    measured = phase.end()
+    measured, cpu_s = phase.end(), time.process_time() - cpu_s
     answers = list(found.values())
     if len(answers) != len(asked):
         raise RuntimeError(f"{len(answers)} answers to {len(asked)} requests")
     return {
         "seconds": measured["phase_s"],
+        "processor": cpu_s,
         "first": statistics.median(each.timestamps[0] - phase.start for each in answers),
         "peak": measured["peak_above"],
         "tokens": [each.generated_tokens for each in answers],
@@ -127,9 +129,8 @@ def table(model: str, tp: int, ranks: list[list[dict[str, Any]]], num_new: int) 
     for of_ranks in zip(*ranks, strict=True):
         size, name = of_ranks[0]["size"], of_ranks[0]["name"]
         row = {"model": model, "tp": str(tp), "requests": str(size), "answered by": name}
-        row |= dict.fromkeys(
-            ("tokens/s", "first token, s", "ratio to transformers", "peak, MB", "same tokens"), ""
-        )
+        row |= dict.fromkeys(("tokens/s", "first token, s", "processor, s", "ratio to transformers"), "")
+        row |= dict.fromkeys(("peak, MB", "same tokens"), "")
         rows.append(row)
         if error := next((found["error"] for found in of_ranks if "error" in found), None):
             row["tokens/s"] = error
@@ -137,6 +138,7 @@ def table(model: str, tp: int, ranks: list[list[dict[str, Any]]], num_new: int) 
         calls = of_ranks[0]["calls"]
         row["tokens/s"] = spread([size * num_new / call["seconds"] for call in calls], 1)
         row["first token, s"] = f"{statistics.median(call['first'] for call in calls):.2f}"
+        row["processor, s"] = f"{statistics.median(call['processor'] for call in calls):.2f}"
         row["peak, MB"] = f"{max(call['peak'] for found in of_ranks for call in found['calls']) / 1e6:.0f}"
         theirs = next(f for f in ranks[0] if (f["size"], f["name"]) == (size, THEIRS))
         if name == OURS and "calls" in theirs:
@@ -174,6 +176,7 @@ def main() -> None:
     parser.add_argument("--tps", default="1,2", help="numbers of ranks (default 1,2)")
     parser.add_argument("--rounds", type=int, default=5, help="that are timed (default 5)")
     parser.add_argument("--threads", type=int, default=1, help="of a process (default 1)")
+    parser.add_argument("--dtype", default="float32", help="of SmolLM2; the llama is in float32")
     parser.add_argument("--compiled", action="store_true", help="compile the steps")
     parser.add_argument("--small", action="store_true", help="few requests and tokens")
     parser.add_argument("--markdown", type=Path, help="write the table to this file too")
@@ -189,7 +192,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="shardconv-") as scratch:
         root, begin = Path(scratch), time.monotonic()
         subprocess.run([sys.executable, DEMO_CHECKPOINT, root / "bfloat16"], check=True)
-        small = transformers.AutoModelForCausalLM.from_pretrained(root / "bfloat16", dtype=torch.float32)
+        dtype = getattr(torch, options.dtype)
+        small = transformers.AutoModelForCausalLM.from_pretrained(root / "bfloat16", dtype=dtype)
         small.save_pretrained(root / "SmolLM2")
         subprocess.run([sys.executable, "-c", SAVE, json.dumps(EVEN.config()), root / "llama"], check=True)
         rows = []
@@ -198,9 +202,9 @@ def main() -> None:
                 rows += table(model, tp, launch(root / model, tp, options), options.tokens)
         notes = [
             f"{machine(root)}, {versions('torch', 'transformers')}",
-            f"SmolLM2-135M-Instruct, and a llama of {describe(EVEN)}; float32, {options.threads} "
-            f"thread(s) for each rank, prompts of {options.prompt // 8} to {options.prompt} tokens, "
-            f"{options.tokens} new ones, {options.rounds} rounds",
+            f"SmolLM2-135M-Instruct in {options.dtype}, and a llama of {describe(EVEN)} in float32; "
+            f"{options.threads} thread(s) for each rank, prompts of {options.prompt // 8} to "
+            f"{options.prompt} tokens, {options.tokens} new ones, {options.rounds} rounds",
             f"load of the machine {load:.1f} before; {time.monotonic() - begin:.0f} s in all",
         ]
     show(render(rows, notes), options.markdown)

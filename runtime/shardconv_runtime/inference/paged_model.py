@@ -29,6 +29,7 @@ from ..parallel.boundary import CACHE_ARGUMENTS, forward_signature
 from ..parallel.row_ids import is_recorded, require_in_table
 from ..pp.stage_link import StageLink
 from .masks_by_request import masked_by_request
+from .products_in_float32 import in_float32
 
 
 def length_limit(config: Any) -> int | None:
@@ -298,7 +299,8 @@ class PagedModel:
         token = PAGED.set(True)
         try:
             # The last stage sends the chosen tokens, not the logits.
-            with nullcontext() if self._link is None else self._link.keeping_results():
+            keeping = nullcontext() if self._link is None else self._link.keeping_results()
+            with keeping, in_float32(inputs["input_ids"].numel(), self.dtype, self.unwrapped.device):
                 output = self._call(inputs) if self._is_counted else self._counted_call(inputs)
                 self._check.compare(self.unwrapped, inputs, output.logits)
                 return output

@@ -155,7 +155,7 @@ class RequestProcessor(cb_logits_processors.ContinuousBatchingLogitsProcessor): 
         return torch.zeros(len(self._requests), dtype=torch.int32)
 
     def __call__(self, scores: Tensor, tensor_arg: Tensor) -> Tensor:
-        """Return scores ``[B, V]`` in which each row has one token.
+        """Return scores ``[B, V]`` in which each row has one token, in their memory.
 
         Args:
             scores: float32 logits ``[B, V]``, the same on all ranks.
@@ -167,7 +167,10 @@ class RequestProcessor(cb_logits_processors.ContinuousBatchingLogitsProcessor): 
         # A row without a greatest number is that request's failure, and must not end the loop of all. Its
         # tokens until rank 0 cancels it are of no use, but the same on all ranks.
         self._set_failed_rows(rows)
-        adjusted = rows.clone()
+        is_plain = all(
+            each.is_greedy and not each.changes_scores and each.constraint is None for each in asked
+        )
+        adjusted = rows if is_plain else rows.clone()
         lost = set()
         for row, (state, sampling) in enumerate(zip(requests, asked, strict=True)):
             if sampling.changes_scores:
@@ -181,7 +184,8 @@ class RequestProcessor(cb_logits_processors.ContinuousBatchingLogitsProcessor): 
                     lost.add(row)
                     self._fail(state, NO_TOKEN)
                     adjusted[row] = 0.0
-        self._set_failed_rows(adjusted)
+        if not is_plain:
+            self._set_failed_rows(adjusted)
         chosen = adjusted.argmax(-1)
         drawn = [row for row, sampling in enumerate(asked) if not sampling.is_greedy]
         if drawn:
@@ -203,10 +207,9 @@ class RequestProcessor(cb_logits_processors.ContinuousBatchingLogitsProcessor): 
             if sampling.num_logprobs is not None and noted is not None:
                 noted.append(_logprob(rows[row], int(chosen[row]), sampling.num_logprobs))
         # In a step of parts of prompts, some rows do not give a request its next token: they are not changed.
-        left = torch.zeros_like(scores)
-        left[: len(requests)] = -torch.inf
-        left[torch.arange(len(requests), device=scores.device), chosen] = 0.0
-        return left
+        rows.fill_(-torch.inf)
+        rows[torch.arange(len(requests), device=scores.device), chosen] = 0.0
+        return scores
 
     def _set_failed_rows(self, scores: Tensor) -> None:
         """Note requests whose scores ``[B, V]`` have no greatest number, and give their tokens equal ones."""
