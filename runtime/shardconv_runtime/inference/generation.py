@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
@@ -29,7 +29,6 @@ from ..pp.stage_generation import on_stages
 from ..pp.stage_link import StageLink
 from .assisted_generation import ARGUMENT, candidates_of_rank_0, vocabulary_of_draft, with_draft
 from .continuous_batching import prepare_batches
-from .products_in_float32 import in_float32
 
 
 def criteria_of_rank_0(start: Launch) -> Callable[..., Any]:
@@ -106,16 +105,6 @@ def prepare_generation(
     head = head_of() if callable(head_of) else None
     if type(head) is nn.Linear and start.device.type == "cpu":  # sharded ones do it themselves
         head.register_forward_pre_hook(_copy_views)
-    # Private, but nothing public tells the prompt of generate from its other calls.
-    if start.device.type == "cpu" and hasattr(model, "_prefill"):
-        model._prefill = MethodType(_computed_prompt, model)  # type: ignore[assignment]
-
-
-def _computed_prompt(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Return the outputs of the prompt of ``generate``, with the products of batches."""
-    is_compiled = DECODER in vars(self)  # modes of torch would be recorded
-    with nullcontext() if is_compiled else in_float32(input_ids.numel(), self.dtype, self.device):
-        return type(self)._prefill(self, input_ids, *args, **kwargs)
 
 
 def _copy_views(head: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

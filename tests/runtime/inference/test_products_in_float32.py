@@ -78,7 +78,7 @@ def test_other_calls_have_no_mode(
     assert not counted
 
 
-def test_batches_and_prompts_multiply_in_float32(tmp_path: Path, counted: list[tuple[int, ...]]) -> None:
+def test_batches_multiply_in_float32(tmp_path: Path, counted: list[tuple[int, ...]]) -> None:
     """The guard of a gain: 64 requests took 4 times as long."""
     source, out = tmp_path / "source", tmp_path / "out"
     config = small_config(vocab_size=VOCAB)
@@ -94,7 +94,7 @@ def test_batches_and_prompts_multiply_in_float32(tmp_path: Path, counted: list[t
     assert max(shape[1] for shape in counted) > LEAST_ROWS
     counted.clear()
     model.generate(torch.ones(1, 12, dtype=torch.int64), max_new_tokens=2, do_sample=False)
-    assert {shape[:2] for shape in counted} == {(1, 12)}  # the prompt alone
+    assert not counted  # its tokens stay those of transformers
 
 
 def test_calls_with_gradients_have_no_mode(counted: list[tuple[int, ...]]) -> None:
