@@ -7,6 +7,7 @@ import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -94,8 +95,13 @@ def modules(package: Path) -> dict[str, Path]:
     return {".".join(p[:-1] if p[-1] == "__init__" else p): file for file, p in parts.items()}
 
 
-def imports(name: str, file: Path) -> Iterator[str]:
+@cache  # several tests ask for those of all modules
+def imports(name: str, file: Path) -> tuple[str, ...]:
     """Full names of what a module imports, in functions, for annotations and by a function's call too."""
+    return tuple(_imports(name, file))
+
+
+def _imports(name: str, file: Path) -> Iterator[str]:
     package = name.split(".") if file.stem == "__init__" else name.split(".")[:-1]
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
