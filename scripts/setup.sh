@@ -18,12 +18,13 @@ find_python() {
     return 1
 }
 
+# Modules are compiled when they are imported first: most of them never are, and compiling all takes more than a minute.
 install() { # is quiet unless it fails
-    pip install -qq --disable-pip-version-check --no-input -c constraints.txt "$@"
+    pip install -qq --no-compile --disable-pip-version-check --no-input -c constraints.txt "$@"
 }
 
 install_aloud() { # names each package, for a person who waits for minutes
-    pip install --disable-pip-version-check --no-input -c constraints.txt "$@" |
+    pip install --no-compile --disable-pip-version-check --no-input -c constraints.txt "$@" |
         grep --line-buffered -E '^(Collecting| +Downloading|Installing|Successfully|Requirement already)'
 }
 

@@ -12,6 +12,7 @@ import importlib
 import inspect
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 from places import ROOT
@@ -140,6 +141,7 @@ def _resolved(name: str) -> Any:
     return _MISSING
 
 
+@cache  # parses all files
 def used() -> dict[str, set[str]]:
     """Private names that the packages use and do not define -> the files; a module is named in full."""
     trees = {
