@@ -273,6 +273,35 @@ def test_layers_that_read_of_different_layers_are_of_different_kinds() -> None:
     assert {f"layers.{n}" for n in range(8, 16)} <= set(fold(tape).instances)
 
 
+class Interrupted(nn.Module):
+    """Adds to what some layers return, before the next one reads it.
+
+    Args:
+        places: indices of these layers.
+    """
+
+    def __init__(self, num_layers: int, *places: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(12, 12) for _ in range(num_layers))
+        self.places = places
+
+    def forward(self, x: Tensor) -> Tensor:
+        added = x * 2
+        for index, layer in enumerate(self.layers):
+            x = layer(x)
+            if index in self.places:
+                x = x + added
+        return x
+
+
+@pytest.mark.parametrize(
+    ("places", "kept"), [((), {0, 1}), ((0, 1), {0, 1, 2, 3, 4}), ((4,), {0, 1, 4, 5, 6})]
+)
+def test_layers_around_other_code_stay(places: tuple[int, ...], kept: set[int]) -> None:
+    folded = fold(trace(Interrupted(9, *places).to("meta"), {"x": torch.randn(3, 11, 12)}, RULES))
+    assert {int(fqn.rpartition(".")[2]) for fqn in folded.instances} == kept
+
+
 class Scaled(nn.Linear):
     """A layer that scales what it adds by a number, or adds the number."""
 
