@@ -77,25 +77,34 @@ def segments_of(tape: Tape, calls: list[int]) -> list[Segment]:
     return [Segment(tape.calls[c].fqn, min(events), max(events) + 1) for c, events in positions if events]
 
 
-def made_alike(tape: Tape) -> dict[int, tuple[str, str, str, TensorInfo]]:
+@dataclass(frozen=True, slots=True)
+class Making:
+    """How a tensor was made. Tensors of equal makings can have the same layout."""
+
+    operator: str
+    arguments: str
+    """Without the number of a part."""
+    info: TensorInfo
+    is_part: bool
+    """Whether it is a part of a tensor, and not filled with a number."""
+
+
+def made_alike(tape: Tape) -> dict[int, Making]:
     """Return the tensors of which each layer may have its own, with how they were made.
 
     These are tensors that are filled with one number, such as states, and parts of a tensor that differ by
-    their number only. Those that were made alike can have the same layout.
+    their number only.
     """
-    makers: dict[int, tuple[str, str, str, TensorInfo]] = {}
+    makers: dict[int, Making] = {}
     for event in tape.events:
         if isinstance(event, Mark):
             continue
-        base = event.base
-        if base in _FILLED and not event.inputs:
-            made = tape.tensors[event.outputs[0]]
-            makers[event.outputs[0]] = event.name, repr(event.args), repr(event.kwargs), made
-        elif base == _PART:
-            source, dim, *_ = event.args
-            made = tape.tensors[event.outputs[0]]
-            makers[event.outputs[0]] = event.name, repr((source, int(dim))), "", made
-        elif base in _SAME and event.inputs[0] in makers:
+        is_part = event.base == _PART
+        if is_part or (event.base in _FILLED and not event.inputs):
+            arguments = repr((event.args[:2] if is_part else event.args, event.kwargs))
+            info = tape.tensors[event.outputs[0]]
+            makers[event.outputs[0]] = Making(event.name, arguments, info, is_part)
+        elif event.base in _SAME and event.inputs[0] in makers:
             makers[event.outputs[0]] = makers[event.inputs[0]]
     return makers
 
@@ -106,19 +115,21 @@ class _States:
     def __init__(self, tape: Tape) -> None:
         self.tape = tape
         self.made = made_alike(tape)
-        self.replays = {t: r for r in tape.replays for t in r.outputs if t in self.made}
+        # The number of a part may come from the layer, and need not be equal.
+        filled = {t for t, making in self.made.items() if not making.is_part}
+        self.replays = {t: r for r in tape.replays for t in r.outputs if t in filled}
 
     def key(self, segment: Segment, tid: int) -> Any:
         """Return a key that is equal for tensors that two layers may read in the same role.
 
-        They are filled alike, with sizes from the same attributes of the layer or of other modules.
+        They were made alike, and filled ones with sizes from the same attributes of the layer or of other
+        modules.
         """
         made = self.made.get(tid)
         if made is None:
             return tid
         replay = self.replays.get(tid)
-        is_part = made[0].startswith(_PART)  # its number may come from the layer
-        sizes = None if replay is None or is_part else _LayerSignature(self.tape, segment)._value(replay.args)
+        sizes = None if replay is None else _LayerSignature(self.tape, segment)._value(replay.args)
         return made, sizes
 
 
@@ -356,12 +367,12 @@ def _fold_stack(tape: Tape, segments: list[Segment], first_apart: bool) -> _Resu
     if any(a.stop > b.start for a, b in pairs):
         return None
     classify(tape, segments)
+    new_kinds = itertools.count(1 + max(segment.kind for segment in segments))
     if first_apart:
-        segments[0].kind = 1 + max(segment.kind for segment in segments)
+        segments[0].kind = next(new_kinds)
     # If other code runs between the layers, only layers that read something of the one before them can be
-    # dropped, and this one, too.
+    # dropped, and only layers of which the next one reads something.
     if any(a.stop != b.start for a, b in pairs):
-        new_kinds = itertools.count(1 + max(segment.kind for segment in segments))
         for before, segment in pairs:
             if set(before.made).isdisjoint(segment.outside):
                 before.kind, segment.kind = next(new_kinds), next(new_kinds)

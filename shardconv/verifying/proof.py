@@ -103,7 +103,10 @@ class _Proof:
         if is_new and not problem and self._wrong_gradient(inputs, case):
             return self._one_by_one(loss, problem, labels, gathers)
         self.attentions = gathers
-        return self._proof(loss, problem, self.arguments, self._wrong_others(), labels)
+        arguments = self.arguments
+        if not inputs.tensors.keys() >= set(arguments):
+            arguments = proven_arguments(self.case, gradients=self.has_gradients and not problem)
+        return self._proof(loss, problem, arguments, self._wrong_others(), labels)
 
     def _holds_with_labels(self) -> bool:
         """Return whether outputs, the loss of sharded logits, and the gradients of both are right."""
@@ -133,12 +136,9 @@ class _Proof:
         shown = eager or self.case
         if gathers is not None:
             shown = asked_case(shown, gathers)
-        calls = list(with_embeddings(self.case, self.arguments)) if self.arguments else []
-        if (
-            len(self.arguments) < 2
-        ):  # code may need the ids as well; with two arguments, it may take one of them
-            calls.append(self.case.inputs)
-        for usual in calls:
+        calls = with_embeddings(self.case, self.arguments) if self.arguments else ()
+        # Code may take no embeddings without ids, or only some of them.
+        for usual in (*calls, self.case.inputs):
             inputs = usual if gathers is None else asking(usual)
             try:
                 outcome = simulate(shown, inputs, calls=2, logits=Logits.OWN)
@@ -148,8 +148,6 @@ class _Proof:
                 continue
             except ShardconvError:
                 return None
-            if usual is self.case.inputs:
-                self.arguments = ()
             return (shown, inputs) if outcome.calls >= self.calls else None
         return None
 

@@ -26,27 +26,18 @@ KINDS = ([*["sliding_attention"] * 5, "full_attention"]) * 2
 """The last four share the keys and values of layers 5 and 7."""
 
 
+def deep(model_type: str, **changes: Any) -> ZooModel:
+    sizes = {"num_hidden_layers": len(KINDS), "layer_types": KINDS, "num_kv_shared_layers": 4}
+    return build("causal", model_type, **sizes, **changes)
+
+
 def sharing_keys() -> ZooModel:
-    return build(
-        "causal",
-        "gemma3n_text",
-        num_hidden_layers=len(KINDS),
-        layer_types=KINDS,
-        intermediate_size=[128] * len(KINDS),
-        activation_sparsity_pattern=[0.0] * len(KINDS),
-        num_kv_shared_layers=4,
-    )
+    of_layers = {"intermediate_size": [128] * len(KINDS), "activation_sparsity_pattern": [0.0] * len(KINDS)}
+    return deep("gemma3n_text", **of_layers)
 
 
 def reading_parts() -> ZooModel:
-    return build(
-        "causal",
-        "gemma4_text",
-        num_hidden_layers=len(KINDS),
-        layer_types=KINDS,
-        num_kv_shared_layers=4,
-        enable_moe_block=False,
-    )
+    return deep("gemma4_text", enable_moe_block=False)
 
 
 def logits(model: Any) -> Tensor:

@@ -24,8 +24,6 @@ PART = 2**18
 """Numbers of a weight that are converted at a time: 1 MB in float32, which a processor's cache holds. With
 2**16 products took 1.2 times as long, and a whole matrix at a time 1.3 to 1.7 times."""
 
-LOW_PRECISION = (torch.bfloat16, torch.float16)
-
 
 def has_no_instructions() -> bool:
     """Return whether this CPU multiplies 16-bit numbers row by row; others were not measured."""
@@ -40,7 +38,7 @@ def in_float32(num_tokens: int, dtype: torch.dtype, device: torch.device) -> Abs
     Args:
         dtype: the dtype of the activations.
     """
-    is_slow = device.type == "cpu" and dtype in LOW_PRECISION and num_tokens >= LEAST_ROWS
+    is_slow = device.type == "cpu" and _has_16_bits(dtype) and num_tokens >= LEAST_ROWS
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or not (is_slow and has_no_instructions()):
         return nullcontext()
     return _InFloat32()
@@ -57,10 +55,14 @@ class _InFloat32(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def _has_16_bits(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize == 2
+
+
 def _gains(x: Tensor, weight: Tensor) -> bool:
     """Return whether these are plain numbers of 16 bits, and many rows; packed weights have other types."""
     return (
-        weight.dtype in LOW_PRECISION
+        _has_16_bits(weight.dtype)
         and x.dtype == weight.dtype
         and type(weight) in (Tensor, nn.Parameter)
         and weight.dim() == 2

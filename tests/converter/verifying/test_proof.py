@@ -184,6 +184,42 @@ def test_embeddings_with_which_the_plan_does_not_hold() -> None:
     assert not found.wrong
 
 
+class Strict(transformers.LlamaForCausalLM):
+    """Takes no embeddings, though its forward names them."""
+
+    @functools.wraps(transformers.LlamaForCausalLM.forward)
+    def forward(self, **kwargs: Any) -> Any:
+        """As any decoder."""
+        if kwargs.get("inputs_embeds") is not None:
+            raise ValueError("ids are needed")
+        return super().forward(**kwargs)
+
+
+def test_a_model_that_takes_no_embeddings_is_shown_at_once_too() -> None:
+    """The other implementations, own logits and attention weights are, with ids."""
+    told: list[str] = []
+    found = prove(replace(case_of(Strict)), told.append)
+    assert told == ["outputs, loss and gradients", "other implementations and inputs"]
+    assert (found.wrong_gradient, found.arguments, found.wrong) == ("", (), ())
+    assert found.parallel_loss
+    assert found.attentions is not None
+
+
+def test_embeddings_that_only_the_usual_implementations_take(
+    llama: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are proven by themselves."""
+    evaluate = Simulation.evaluate
+
+    def evaluated(self: Simulation, inputs: TraceInputs, **options: Any) -> Any:
+        if "inputs_embeds" in inputs.tensors and inputs.options.get("output_attentions"):
+            raise Unprovable("no embeddings beside attention weights")
+        return evaluate(self, inputs, **options)
+
+    monkeypatch.setattr(Simulation, "evaluate", evaluated)
+    assert prove(replace(llama)).arguments == ("inputs_embeds",)
+
+
 def test_gradients_that_are_wrong_with_embeddings_alone(llama: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = Simulation.wrong_gradient
 

@@ -7,7 +7,6 @@ import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import TestCase
 
 import pytest
 from response_shapes import SHAPES
@@ -65,12 +64,12 @@ def test_texts_of_marks(field: Any, texts: tuple[str, ...]) -> None:
     assert mark_texts(field, "close") == texts
 
 
-def test_the_template_of_a_tokenizer() -> None:
+def test_the_template_of_a_tokenizer(caplog: pytest.LogCaptureFixture) -> None:
     """One that transformers cannot parse with is left out, with a warning: answers are text."""
     template = template_of_tokenizer(SimpleNamespace(response_template=SPEC))
     assert template is not None
     assert template.source == "tokenizer"
     assert template_of_tokenizer(SimpleNamespace()) is None
-    with TestCase().assertLogs(level=logging.WARNING) as logged:
+    with caplog.at_level(logging.WARNING):
         assert template_of_tokenizer(SimpleNamespace(response_template={**SPEC, "version": 2})) is None
-    assert "answers are not parsed" in logged.output[0]
+    assert "answers are not parsed" in caplog.text
