@@ -131,13 +131,14 @@ def with_parts(analysis: Analysis, model: nn.Module) -> Analysis:
 
 
 def _read_by_losses(analysis: Analysis, model: nn.Module) -> Iterator[int]:
-    """Yield the results of modules that take labels, before marks change them.
+    """Yield the results of modules that take labels, before marks change them, and what they are parts of.
 
     Labels are not part of the trace: a collective at the output of such a module would run after its code has
-    computed a loss.
+    computed a loss. Scores may be a part of what a layer returns, without the padding of the vocabulary. If
+    only the part were gathered, the layer's gradient would be full in it, and partial in the padding.
     """
     taking = {name for name, module in model.named_modules() if loss_arguments(module)}
-    calls = analysis.tape.calls
+    calls, made_by = analysis.tape.calls, makers(analysis.tape)
     for event in analysis.tape.events:
         if (
             isinstance(event, Mark)
@@ -145,7 +146,11 @@ def _read_by_losses(analysis: Analysis, model: nn.Module) -> Iterator[int]:
             and calls[event.call].fqn in taking
             and event.source in analysis.dims
         ):
-            yield event.source
+            tid: int | None = event.source
+            while tid in analysis.dims:
+                yield tid
+                maker = made_by.get(tid)
+                tid = maker.inputs[0] if isinstance(maker, Op) and len(maker.inputs) == 1 else None
 
 
 def _marks_of(analysis: Analysis, model: nn.Module, part: nn.Module) -> Iterator[Mark]:

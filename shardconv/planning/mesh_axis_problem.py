@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -222,7 +223,10 @@ class AxisProblem(AxisVariables):
         return 100 * EPSILON * self.latency if mark.target in self.given.analysis.returned else math.inf
 
     def _mark_dim(self, before: Node, after: Node, gather: float) -> None:
-        """Charge ``gather`` for s(before) (1 - s(after)) of each pair of leaves. Slicing is almost free."""
+        """Charge ``gather`` for s(before) (1 - s(after)) of each pair of leaves. Slicing is almost free.
+
+        One collective gathers all segments of a dim, so that each is charged for its share.
+        """
         pairs = self.given.corresponding(before, after)
         slice_ = 100 * EPSILON * self.latency
         if pairs is None:
@@ -231,13 +235,17 @@ class AxisProblem(AxisVariables):
             for v in self.leaves(after):
                 self._charge(v, slice_)
             return
+        shares: dict[Node, float] = defaultdict(float)
+        for leaf, share in _shares(before, 1.0):
+            shares[leaf] += share
         for x, y in pairs:
             a, b = self.leaf(x), self.leaf(y)
+            share = min(1.0, shares[find(x)])
             if a is not None and b is not None:
                 if a != b:
-                    self._add((a, b), np.array([[0.0, slice_], [gather, 0.0]]))
+                    self._add((a, b), np.array([[0.0, slice_], [share * gather, 0.0]]))
             elif a is not None:
-                self._charge(a, gather)
+                self._charge(a, share * gather)
             elif b is not None:
                 self._charge(b, slice_)
 

@@ -1,7 +1,8 @@
-"""What the plan of every type shards, asks collectives for, and leaves out, beside what was recorded.
+"""What every type's plan shards, asks collectives for, leaves out and cannot train, beside what was recorded.
 
-Plans are made for two ranks and not proven here. A change that shards less of some type, or needs more
-collectives for it, fails. If it was meant to, record them anew and look at the difference::
+Plans are made for two ranks and not proven here. A change fails if it shards less of some type, needs more
+collectives for it, or gives it no gradients. If it was meant to, record them anew and look at the
+difference::
 
     SHARDCONV_RECORD=1 pytest -n 0 -m "" tests/zoo/test_planned.py
 
@@ -59,6 +60,7 @@ def planned(family: str, model_type: str) -> dict[str, Any]:
         "never read": round(facts["unused"], ROUNDING),
         "collectives in a layer": round(facts["per_layer"], ROUNDING),
         "without": list(plan.left_out),
+        "cannot be trained": plan.inference_only,
     }
 
 
