@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -225,7 +224,8 @@ class AxisProblem(AxisVariables):
     def _mark_dim(self, before: Node, after: Node, gather: float) -> None:
         """Charge ``gather`` for s(before) (1 - s(after)) of each pair of leaves. Slicing is almost free.
 
-        One collective gathers all segments of a dim, so that each is charged for its share.
+        Each segment of a dim is charged as if it were gathered alone: a share would invite gathers of
+        some segments, whose gradients may have no solution.
         """
         pairs = self.given.corresponding(before, after)
         slice_ = 100 * EPSILON * self.latency
@@ -235,17 +235,13 @@ class AxisProblem(AxisVariables):
             for v in self.leaves(after):
                 self._charge(v, slice_)
             return
-        shares: dict[Node, float] = defaultdict(float)
-        for leaf, share in _shares(before, 1.0):
-            shares[leaf] += share
         for x, y in pairs:
             a, b = self.leaf(x), self.leaf(y)
-            share = min(1.0, shares[find(x)])
             if a is not None and b is not None:
                 if a != b:
-                    self._add((a, b), np.array([[0.0, slice_], [share * gather, 0.0]]))
+                    self._add((a, b), np.array([[0.0, slice_], [gather, 0.0]]))
             elif a is not None:
-                self._charge(a, share * gather)
+                self._charge(a, gather)
             elif b is not None:
                 self._charge(b, slice_)
 

@@ -21,9 +21,8 @@ other:
 Costs, where V is the number of elements of the tensor times (n - 1)/n and L the latency of a collective:
 
 - a mark from x to y: p(x) (1 - p(y)) (2V + L) for an all_reduce, and s(lx) (1 - s(ly)) (V + L) for an
-  all_gather of each pair of leaves, less for a segment; slicing is free (``_mark``). These are the volumes of
-  ring algorithms (Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of
-  workstations, 2009);
+  all_gather of each pair of leaves; slicing is free (``_mark``). These are the volumes of ring algorithms
+  (Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, 2009);
 - a parameter of N elements: -w N s(l), less where shares are uneven, so that sharding pays (``_savings``);
 - a norm whose normalized dim is sharded: most of L (in ``__init__``);
 - small rewards: rows of looked-up tables before columns, and work that is divided (in ``__init__``).
