@@ -80,8 +80,11 @@ class Identities:
         self._on_storage: dict[StorageKey, list[Tensor]] = {}
         self._writes: dict[StorageKey, list[tuple[int, Tensor]]] = {}
         """Writes to the memory, in order: the new values, and the tensors that have them."""
-        self._stale: Journal[TensorKey, int] = Journal()
-        """Tensors whose memory was written through others, with the first such write that they missed."""
+        self._num_seen: Journal[TensorKey, int] = Journal()
+        """Tensor -> number of writes to its memory that its value contains. It is stale if there are more.
+
+        A write does not look for the tensors that it makes stale: code may write each element of a large table.
+        """
 
     def new(self, tensor: Tensor, kind: str = "value", name: str = "") -> int:
         """Give ``tensor``, of any shape, a new identity on the tape."""
@@ -91,17 +94,16 @@ class Identities:
         if key not in self._tids:  # code may write to one tensor a thousand times
             self._alive.append(tensor)
             self._on_storage.setdefault(storage_key(tensor), []).append(tensor)
-        self._tids[key] = tid
+        self.become(tensor, tid)
         return tid
 
     def tid(self, tensor: Tensor) -> int:
         """Return the identity of ``tensor``; an unknown one is a constant."""
         key = tensor_key(tensor)
-        if key in self._stale:
+        if self.is_stale(tensor):
             # ``tensor`` shares memory with tensors that were written to, so it has a new value.
-            missed = self._stale.pop(tensor_key(tensor))
-            for mutated, holder in self._writes[storage_key(self.meta(tensor))][missed:]:
-                old = self._tids[tensor_key(tensor)]
+            for mutated, holder in self._writes_to(tensor)[self._num_seen[key] :]:
+                old = self._tids[key]
                 new = self.new(tensor)
                 shape = self.tape.tensors[mutated].shape
                 in_storage = tensor.untyped_storage().nbytes() // tensor.element_size()
@@ -151,7 +153,7 @@ class Identities:
         if twin is None:
             with torch.inference_mode(False):
                 twin = self._twins[key] = torch.empty_like(tensor, device=META)
-            self._tids[tensor_key(twin)] = self.tid(tensor)
+            self.become(twin, self.tid(tensor))
             self._alive.append(twin)
             self._on_storage.setdefault(storage_key(twin), []).append(tensor)
         return twin
@@ -166,33 +168,37 @@ class Identities:
         return other
 
     def become(self, tensor: Tensor, tid: int) -> None:
-        """Make ``tensor`` another tensor of the tape from now on."""
+        """Make ``tensor`` another tensor of the tape from now on. Its value contains all writes."""
         self._tids[tensor_key(tensor)] = tid
+        self._num_seen[tensor_key(tensor)] = len(self._writes_to(tensor))
 
     def is_stale(self, tensor: Tensor) -> bool:
         """Return whether its memory was written through another tensor since it was last read."""
-        return tensor_key(tensor) in self._stale
+        num_seen = self._num_seen.get(tensor_key(tensor))
+        return num_seen is not None and num_seen < len(self._writes_to(tensor))
+
+    def _writes_to(self, tensor: Tensor) -> Sequence[tuple[int, Tensor]]:
+        """Return the writes to the memory of a tensor so far. There are none without a proxy on meta."""
+        if not self._writes:
+            return ()
+        on_meta = tensor if tensor.device == META else self._twins.get(tensor_key(tensor))
+        return () if on_meta is None else self._writes.get(storage_key(on_meta), ())
 
     def rewrite(self, tensor: Tensor) -> int:
         """Give a new value to a tensor that was written in place. Its aliases become stale."""
-        storage = storage_key(self.meta(tensor))
         tid = self.new(tensor)
-        writes = self._writes.setdefault(storage, [])
-        for other in self._on_storage.get(storage, ()):
-            key = tensor_key(other)
-            if other is not tensor and key not in self._stale and key in self._tids:
-                self._stale[key] = len(writes)
-        writes.append((tid, tensor))
+        self._writes.setdefault(storage_key(self.meta(tensor)), []).append((tid, tensor))
+        self.become(tensor, tid)
         return tid
 
     def point(self) -> IdentitiesPoint:
         """Return the current state."""
-        return IdentitiesPoint(len(self._tids.log), len(self._stale.log))
+        return IdentitiesPoint(len(self._tids.log), len(self._num_seen.log))
 
     def rewind(self, point: IdentitiesPoint, num_tensors: int) -> None:
         """Go back to a state in which the tape had ``num_tensors``."""
         self._tids.rewind(point.tids)
-        self._stale.rewind(point.stale)
+        self._num_seen.rewind(point.num_seen)
         for writes in self._writes.values():
             while writes and writes[-1][0] >= num_tensors:
                 writes.pop()
@@ -204,7 +210,7 @@ class IdentitiesPoint:
     """A state of ``Identities``: the lengths of its journals."""
 
     tids: int
-    stale: int
+    num_seen: int
 
 
 def _layout(tensor: Tensor) -> tuple[object, ...]:
