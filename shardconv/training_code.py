@@ -9,9 +9,10 @@ needs a whole tensor that the first tape may shard, the tensor is replicated.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
+from itertools import chain
 
 from shardconv_runtime.comm.host_numbers import digests, host_seed, host_states
 from shardconv_runtime.errors import SolveError
@@ -24,6 +25,11 @@ from .dim_analysis.rules import RULES
 from .inputs.trace_inputs import TraceInputs
 from .tracing.tape import Event, Op, Tape, reads_and_writes
 from .tracing.trace import trace
+
+Opcode = tuple[str, int, int, int, int]
+"""How a part of one tape becomes a part of another: a tag, and the ends of both parts."""
+_MISSING = ("delete", "replace")
+"""Tags of parts that the other tape does not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +58,15 @@ def training_code(tape: Tape, analysis: Analysis, model: nn.Module, inputs: Trac
         return TrainingCode()
     finally:
         model.train(was_training)
+    differences = _compared(other, tape)
+    if all(tag not in _MISSING for tag, *_ in differences):
+        return TrainingCode(draws_on_host=draws_on_host)
     in_training = analyze(other)
-    same = dict(_same_tensors(other, tape))
+    same = dict(_same_tensors(other, tape, differences))
+    only_in_training = (other.events[i:i_end] for tag, i, i_end, _, _ in differences if tag in _MISSING)
     whole = {
         same[tid]: None
-        for event in _events_only_in(other, tape)
+        for event in chain.from_iterable(only_in_training)
         if isinstance(event, Op)
         for tid in event.inputs
         if tid in same and _is_freer(analysis, same[tid], in_training, tid)
@@ -84,13 +94,13 @@ def _free_size(dim: dim_trees.Node) -> int:
     return math.prod(leaf.size for leaf in dim_trees.leaves(dim) if not leaf.blocked)
 
 
-def _same_tensors(tape: Tape, other: Tape) -> Iterator[tuple[int, int]]:
+def _same_tensors(tape: Tape, other: Tape, differences: Sequence[Opcode]) -> Iterator[tuple[int, int]]:
     """Yield the tensors of a tape that are also on another tape, with their numbers there."""
     names = {(info.kind, info.name): tid for tid, info in enumerate(other.tensors) if info.name}
     for tid, info in enumerate(tape.tensors):
         if info.name and (info.kind, info.name) in names:
             yield tid, names[info.kind, info.name]
-    for tag, i, _, j, j_end in _compared(tape, other):
+    for tag, i, _, j, j_end in differences:
         for k in range(j_end - j if tag == "equal" else 0):
             made, other_made = (reads_and_writes(e)[1] for e in (tape.events[i + k], other.events[j + k]))
             for a, b in zip(made, other_made, strict=False):
@@ -98,18 +108,27 @@ def _same_tensors(tape: Tape, other: Tape) -> Iterator[tuple[int, int]]:
                     yield a, b
 
 
-def _events_only_in(tape: Tape, other: Tape) -> Iterator[Event]:
-    """Yield the events of a tape that another one does not have."""
-    for tag, i, i_end, _, _ in _compared(tape, other):
-        if tag in ("delete", "replace"):
-            yield from tape.events[i:i_end]
+def _compared(tape: Tape, other: Tape) -> list[Opcode]:
+    """Compare the events of two tapes in order; see ``SequenceMatcher.get_opcodes``.
 
-
-def _compared(tape: Tape, other: Tape) -> list[tuple[str, int, int, int, int]]:
-    """Compare the events of two tapes in order; see ``SequenceMatcher.get_opcodes``."""
+    The matcher takes the square of the number of events that look alike, such as those of a loop. It
+    sees only what lies between the first difference and the last.
+    """
     events, other_events = ([_key(t, event) for event in t.events] for t in (tape, other))
-    opcodes = SequenceMatcher(None, events, other_events, autojunk=False).get_opcodes()
-    return [(tag, i, i_end, j, j_end) for tag, i, i_end, j, j_end in opcodes]
+    most = min(len(events), len(other_events))
+    first = next((i for i in range(most) if events[i] != other_events[i]), most)
+    last = next((i for i in range(most - first) if events[-1 - i] != other_events[-1 - i]), most - first)
+    ends = len(events) - last, len(other_events) - last
+    middle = SequenceMatcher(None, events[first : ends[0]], other_events[first : ends[1]], autojunk=False)
+    between = (
+        (t, first + i, first + i_end, first + j, first + j_end)
+        for t, i, i_end, j, j_end in middle.get_opcodes()
+    )
+    return [
+        ("equal", 0, first, 0, first),
+        *between,
+        ("equal", ends[0], len(events), ends[1], len(other_events)),
+    ]
 
 
 def _key(tape: Tape, event: Event) -> tuple[str, object]:

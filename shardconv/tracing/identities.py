@@ -83,7 +83,7 @@ class Identities:
         self._num_seen: Journal[TensorKey, int] = Journal()
         """Tensor -> number of writes to its memory that its value contains. It is stale if there are more.
 
-        A write does not look for the tensors that it makes stale: code may write each element of a large table.
+        A write does not look for the tensors that it makes stale: code may write each element of a table.
         """
 
     def new(self, tensor: Tensor, kind: str = "value", name: str = "") -> int:
