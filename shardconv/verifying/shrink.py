@@ -78,7 +78,7 @@ def _without_numbers(value: Any) -> Any:
 
 _LARGE = 1 << 29
 """Elements of a proof above which other sizes are tried."""
-_MANY_ACTIVATIONS = 1 << 23
+_MANY_ACTIVATIONS = 1 << 20
 """Most elements of all activations of a call."""
 
 

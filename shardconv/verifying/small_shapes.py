@@ -18,9 +18,9 @@ from ..dim_analysis.rules import traits_of
 from ..tracing.tape import Op
 from .leaf_groups import LeafGroup
 
-ENOUGH = 1 << 23
-"""Elements at which nothing more shrinks."""
-_COUNTED = 1 << 20
+ENOUGH = 1 << 20
+"""Elements at which nothing more shrinks. All ranks compute each of them several times, in float64."""
+_COUNTED = 1 << 16
 """Smallest activation that counts, in elements."""
 _LEAST = 17
 """Smallest size of a leaf. In smaller ones, mistakes may cancel each other."""
