@@ -155,7 +155,7 @@ class Attempt:
         """Choose the tokens of the smaller vocabularies, by input; a conflict if one has too few."""
         out: dict[int, FewerTokens] = {}
         inputs = dict(zip(self.tape.inputs, self.full.inputs.tensors.values(), strict=True))
-        paddings = self._padding_ids()
+        paddings = {table: padding for (table, _), padding in self._padding_ids().items()}
         for tid, tables in self.use.inputs.items():
             is_smaller = any(map(self.shapes.is_changed, tables))
             if not is_smaller or inputs[tid].dtype not in (torch.int64, torch.int32):
@@ -173,11 +173,13 @@ class Attempt:
             out[tid] = tokens
         return out
 
-    def _padding_ids(self) -> dict[int, int]:
-        """Map tables of tokens to the padding ids of their modules."""
-        names = {t: self.tape.tensors[t].name.rpartition(".")[0] for t in self.use.tables}
-        ids = {t: getattr(self.full.model.get_submodule(n), "padding_idx", None) for t, n in names.items()}
-        return {table: padding for table, padding in ids.items() if isinstance(padding, int)}
+    def _padding_ids(self) -> dict[tuple[int, str], int]:
+        """Map tables of tokens and the FQNs of modules that have them to the modules' padding ids."""
+        stored = dict(stored_tensors(self.full.model))
+        tables = {stored[self.tape.tensors[t].name]: t for t in self.use.tables}
+        modules = [(n, m) for n, m in self.full.model.named_modules() if getattr(m, "weight", None) in tables]
+        ids = {(tables[m.weight], fqn): getattr(m, "padding_idx", None) for fqn, m in modules}
+        return {key: padding for key, padding in ids.items() if isinstance(padding, int)}
 
     def _settled(self, tokens: Mapping[int, FewerTokens]) -> dict[Attribute, Change]:
         """Return the changes that are known without a search: ids, sizes of norms, and divisors of hashes."""
@@ -187,10 +189,9 @@ class Attempt:
                 small = tokens[special.input].ids.get(special.id, special.id)
                 if small != special.id:
                     out[attribute] = Change(special.id, small)
-        for table, padding in self._padding_ids().items():
+        for (table, fqn), padding in self._padding_ids().items():
             ids = next((m.ids for i, m in tokens.items() if table in self.use.inputs[i]), {})
             if ids.get(padding, padding) != padding:
-                fqn = self.tape.tensors[table].name.rpartition(".")[0]
                 out[fqn, "padding_idx"] = Change(padding, ids[padding])
         # The search does not see attributes inside of norms, since a norm is one operator.
         sites = {use.site.fqn: use for use in self.full.analysis.norms}

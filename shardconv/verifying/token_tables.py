@@ -73,8 +73,9 @@ def hashed_tables(tape: Tape) -> dict[int, HashedTable]:
 _PASSING = frozenset(
     f"aten.{name}"
     for name in (
-        "alias", "clone", "contiguous", "detach", "expand", "flatten", "reshape", "select", "slice",
-        "squeeze", "to", "_to_copy", "unbind", "unsqueeze", "view", "_unsafe_view",
+        "alias", "clone", "contiguous", "detach", "expand", "flatten", "flip", "permute", "repeat", "reshape",
+        "roll", "select", "slice", "squeeze", "t", "to", "_to_copy", "transpose", "unbind", "unsqueeze",
+        "view", "_unsafe_view",
     )
 )  # fmt: skip
 """Operators whose result contains the ids of their operand."""

@@ -482,12 +482,12 @@ def test_logits_that_are_cut_leave_as_many_rows_as_the_tokens_of_a_call_need() -
 def test_layers_that_cannot_be_left_out_count() -> None:
     """One matrix is small enough, thirty of them are not."""
     analysis = Analysis(Tape())
-    wide = leaf(4096)
+    wide = leaf(512)
     analysis.dims[0] = (wide, leaf(1024))
-    analysis.tape.tensors.append(TensorInfo((4096, 1024), torch.float32, "parameter"))
+    analysis.tape.tensors.append(TensorInfo((512, 1024), torch.float32, "parameter"))
     group = LeafGroup(wide.size, frozenset([wide]))
     assert not choose_sizes(analysis, [group], 2, {})
-    assert choose_sizes(analysis, [group], 2, {0: 30})[group] < 4096
+    assert choose_sizes(analysis, [group], 2, {0: 30})[group] < 512
 
 
 def test_one_row_is_as_large_a_part_of_each_input() -> None:
