@@ -296,11 +296,11 @@ def fewer_tokens(
             inside = [i for i in inside if i in alone]
         if len(inside) > stop - start - bool(crowd):
             return None
+        least = start  # no id grows: code may take a larger one for a size
         for index, token in enumerate(inside):
             new_token = start + (token - first) % (stop - start)
-            start = min(max(new_token, start), stop - len(inside) + index) + 1
-            out[token] = start - 1
-        start, stop = share(Leaf(small, (0,)), (parts,), part)
+            out[token] = min(max(new_token, least), stop - len(inside) + index)
+            least = out[token] + 1
         left = sorted({*range(start, stop)}.difference(out.values()))
         out.update(zip(crowd, itertools.cycle(left)))
     return FewerTokens(out) if all(out.get(i) == i for i in fixed) else None

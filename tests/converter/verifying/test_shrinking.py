@@ -226,6 +226,16 @@ def test_tokens_stay_on_their_rank() -> None:
     assert mapped.tolist() == [[tokens.ids[used[0]], -100], [tokens.ids[used[1]], tokens.ids[used[0]]]]
 
 
+@pytest.mark.parametrize(("size", "small"), [(1003, 43), (1000, 1000)])
+def test_no_id_becomes_larger(size: int, small: int) -> None:
+    """An id that is an attribute can be replaced by a smaller one only."""
+    alone = (9, 2, size - 1)
+    tokens = fewer_tokens([2, 9, 82, 363, 719, size - 64, size - 1], size, small, 4, alone=alone)
+    assert tokens is not None
+    assert all(other <= token for token, other in tokens.ids.items())
+    assert small < size or all(other == token for token, other in tokens.ids.items())
+
+
 def owner(size: int, parts: int, row: int) -> int:
     """The rank that holds a row."""
     held = [ranges(parse(f"{size}@0"), (parts,), rank) for rank in range(parts)]
