@@ -113,10 +113,15 @@ class Logits(Enum):
     BOTH = "both"
 
 
+_MANY_BYTES = 1 << 28
+"""Bytes of weights above which few models are kept at a time."""
+
+
 class Simulation:
     """The unsharded model and the ranks of one plan, on the same weights.
 
-    Weights are drawn and models are built once for all runs.
+    Weights are drawn and models are built once for all runs. Models share the weights, but fused products
+    are copies: if there are many weights, a rank keeps only the model that it used last.
     """
 
     def __init__(
@@ -310,6 +315,11 @@ class Simulation:
             return ""
         return f"the gradient of {name} differs from that of the unsharded model by {self.gradient_error:.1e}"
 
+    def drop_many(self) -> None:
+        """Drop the models if they have many weights. They are built again when they are needed."""
+        if self.needed_bytes() > _MANY_BYTES:
+            self._local.clear()
+
     def run_unsharded(self, inputs: TraceInputs) -> list[Tensor]:
         """Return the outputs of the unsharded model."""
         return self._reference(inputs)[0]
@@ -465,6 +475,9 @@ class Simulation:
         precision = self._precision
         key = precision, comm.rank, make.__name__
         if key not in self._local or self.weights.own_copies:
+            if self.needed_bytes() > _MANY_BYTES:
+                for other in [k for k in self._local if k[1] == comm.rank]:
+                    del self._local[other]
             self._local[key] = ReusedModel(self._new_rank(comm, make))
         return self._local[key].fresh()
 

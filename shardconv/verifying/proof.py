@@ -103,6 +103,7 @@ class _Proof:
         if is_new and not problem and self._wrong_gradient(inputs, case):
             return self._one_by_one(loss, problem, labels, gathers)
         self.attentions = gathers
+        case.simulation.drop_many()
         arguments = self.arguments
         if not inputs.tensors.keys() >= set(arguments):
             arguments = proven_arguments(self.case, gradients=self.has_gradients and not problem)

@@ -39,6 +39,7 @@ class Case:
 
     def with_model(self, model: nn.Module, plan: Plan | None = None) -> Case:
         """Return the case of another model, or plan, with the same parameters, on the same weights."""
+        self.simulation.drop_many()  # the other models are used first
         case = replace(self, model=model, plan=plan or self.plan)
         case.__dict__["simulation"] = Simulation(case.plan, model, self.simulation.weights)
         return case
