@@ -240,8 +240,9 @@ class NumericCheck:
             try:
                 fewer_shrinking = Shrinking.of(full, plan.tp, planned_alike(plan, bypassed))
                 smaller = _shrink(plan, fewer_shrinking, self._complete)
-                if runs(smaller.case(plan)):  # code may require a fixed length of sounds
-                    return smaller
+                case = smaller.case(plan)
+                if case.simulation.needed_bytes() <= MOST_BYTES and runs(case):
+                    return smaller  # else its code may require a fixed length of sounds
             except PlanError:
                 pass  # the plan shards positions, or does not fit at all
         return small or _shrink(plan, shrinking, self._complete)

@@ -149,7 +149,8 @@ def _checks(rows: Sequence[Row]) -> Iterable[str]:
     yield ""
     yield (
         "These runs include the numerical check of the plan: the forward pass, gradients, a second call, and "
-        "other implementations and inputs. All ranks run in one process, on a smaller model of the same code."
+        "other implementations and inputs. All ranks run in one process, on a smaller model of its code. "
+        "Rows are renewed one by one, also on other machines: compare seconds of one date only."
     )
     yield ""
     yield (
