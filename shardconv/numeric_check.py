@@ -241,8 +241,9 @@ class NumericCheck:
                 fewer_shrinking = Shrinking.of(full, plan.tp, planned_alike(plan, bypassed))
                 smaller = _shrink(plan, fewer_shrinking, self._complete)
                 case = smaller.case(plan)
-                if case.simulation.needed_bytes() <= MOST_BYTES and runs(case):
-                    return smaller  # else its code may require a fixed length of sounds
+                # One that is too large is not simulated. Code may require a fixed length of sounds.
+                if case.simulation.needed_bytes() > MOST_BYTES or runs(case):
+                    return smaller
             except PlanError:
                 pass  # the plan shards positions, or does not fit at all
         return small or _shrink(plan, shrinking, self._complete)
