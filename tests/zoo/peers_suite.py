@@ -89,7 +89,9 @@ def download(cache: Path, requirement: str) -> Path:
         options = ["--no-binary", "transformers", "--no-deps", "-d", str(cache)]
         _pip("download", *options, requirement)
         with tarfile.open(next(cache.glob(f"{folder.name}.tar.gz"))) as archive:
-            archive.extractall(cache, filter="data")
+            # Python before 3.11.4 has no filters.
+            safely: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+            archive.extractall(cache, **safely)
     if not (cache / "packages" / "parameterized").is_dir():  # which the suites import
         _pip("install", "--target", str(cache / "packages"), "parameterized")
     return folder
