@@ -12,7 +12,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
-from itertools import chain
 
 from shardconv_runtime.comm.host_numbers import digests, host_seed, host_states
 from shardconv_runtime.errors import SolveError
@@ -28,8 +27,6 @@ from .tracing.trace import trace
 
 Opcode = tuple[str, int, int, int, int]
 """How a part of one tape becomes a part of another: a tag, and the ends of both parts."""
-_MISSING = ("delete", "replace")
-"""Tags of parts that the other tape does not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +56,16 @@ def training_code(tape: Tape, analysis: Analysis, model: nn.Module, inputs: Trac
     finally:
         model.train(was_training)
     differences = _compared(other, tape)
-    if all(tag not in _MISSING for tag, *_ in differences):
+    only_in_training = [
+        e for tag, i, i_end, _, _ in differences if tag != "equal" for e in other.events[i:i_end]
+    ]
+    if not only_in_training:
         return TrainingCode(draws_on_host=draws_on_host)
     in_training = analyze(other)
     same = dict(_same_tensors(other, tape, differences))
-    only_in_training = (other.events[i:i_end] for tag, i, i_end, _, _ in differences if tag in _MISSING)
     whole = {
         same[tid]: None
-        for event in chain.from_iterable(only_in_training)
+        for event in only_in_training
         if isinstance(event, Op)
         for tid in event.inputs
         if tid in same and _is_freer(analysis, same[tid], in_training, tid)

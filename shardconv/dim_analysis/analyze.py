@@ -131,7 +131,7 @@ def with_parts(analysis: Analysis, model: nn.Module) -> Analysis:
 
 
 def _read_by_losses(analysis: Analysis, model: nn.Module) -> Iterator[int]:
-    """Yield the results of modules that take labels, before marks change them, and what they are parts of.
+    """Yield the results of modules that take labels, and what they were made of alone, back to the last mark.
 
     Labels are not part of the trace: a collective at the output of such a module would run after its code has
     computed a loss. Scores may be a part of what a layer returns, without the padding of the vocabulary. If

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import partial
+from functools import cached_property, partial
 from textwrap import shorten
 from typing import TypeVar
 
@@ -315,9 +315,13 @@ class Simulation:
             return ""
         return f"the gradient of {name} differs from that of the unsharded model by {self.gradient_error:.1e}"
 
+    @cached_property
+    def _has_many_weights(self) -> bool:
+        return self.needed_bytes() > _MANY_BYTES
+
     def drop_many(self) -> None:
-        """Drop the models if they have many weights. They are built again when they are needed."""
-        if self.needed_bytes() > _MANY_BYTES:
+        """Drop the models of ranks if they have many weights. They are built again when they are needed."""
+        if self._has_many_weights:
             self._local.clear()
 
     def run_unsharded(self, inputs: TraceInputs) -> list[Tensor]:
@@ -475,7 +479,7 @@ class Simulation:
         precision = self._precision
         key = precision, comm.rank, make.__name__
         if key not in self._local or self.weights.own_copies:
-            if self.needed_bytes() > _MANY_BYTES:
+            if self._has_many_weights:
                 for other in [k for k in self._local if k[1] == comm.rank]:
                     del self._local[other]
             self._local[key] = ReusedModel(self._new_rank(comm, make))

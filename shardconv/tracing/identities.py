@@ -186,9 +186,10 @@ class Identities:
 
     def rewrite(self, tensor: Tensor) -> int:
         """Give a new value to a tensor that was written in place. Its aliases become stale."""
+        writes = self._writes.setdefault(storage_key(self.meta(tensor)), [])
         tid = self.new(tensor)
-        self._writes.setdefault(storage_key(self.meta(tensor)), []).append((tid, tensor))
-        self.become(tensor, tid)
+        writes.append((tid, tensor))
+        self._num_seen[tensor_key(tensor)] = len(writes)
         return tid
 
     def point(self) -> IdentitiesPoint:

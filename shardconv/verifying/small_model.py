@@ -11,13 +11,14 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from shardconv_runtime.errors import ShardconvError
 from shardconv_runtime.format.plan import AttributeOverride
 from shardconv_runtime.parallel.attribute_overrides import apply_overrides
-from shardconv_runtime.parallel.build import stored_tensors
+from shardconv_runtime.parallel.build import owner_of, stored_tensors
 from torch import nn
 
 from ..dim_analysis.analysis import Analysis
@@ -155,7 +156,7 @@ class Attempt:
         """Choose the tokens of the smaller vocabularies, by input; a conflict if one has too few."""
         out: dict[int, FewerTokens] = {}
         inputs = dict(zip(self.tape.inputs, self.full.inputs.tensors.values(), strict=True))
-        paddings = {table: padding for (table, _), padding in self._padding_ids().items()}
+        paddings = {table: padding for (table, _), padding in self._padding_ids.items()}
         for tid, tables in self.use.inputs.items():
             is_smaller = any(map(self.shapes.is_changed, tables))
             if not is_smaller or inputs[tid].dtype not in (torch.int64, torch.int32):
@@ -173,13 +174,18 @@ class Attempt:
             out[tid] = tokens
         return out
 
+    @cached_property
     def _padding_ids(self) -> dict[tuple[int, str], int]:
-        """Map tables of tokens and the FQNs of modules that have them to the modules' padding ids."""
-        stored = dict(stored_tensors(self.full.model))
-        tables = {stored[self.tape.tensors[t].name]: t for t in self.use.tables}
-        modules = [(n, m) for n, m in self.full.model.named_modules() if getattr(m, "weight", None) in tables]
-        ids = {(tables[m.weight], fqn): getattr(m, "padding_idx", None) for fqn, m in modules}
-        return {key: padding for key, padding in ids.items() if isinstance(padding, int)}
+        """Tables of tokens and FQNs of the modules that have or share them -> the modules' padding ids."""
+        model = self.full.model
+        tables = {getattr(*owner_of(model, self.tape.tensors[t].name)): t for t in self.use.tables}
+        return {
+            (tables[tensor], fqn): module.padding_idx
+            for fqn, module in model.named_modules()
+            if isinstance(getattr(module, "padding_idx", None), int)
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
+            if tensor in tables
+        }
 
     def _settled(self, tokens: Mapping[int, FewerTokens]) -> dict[Attribute, Change]:
         """Return the changes that are known without a search: ids, sizes of norms, and divisors of hashes."""
@@ -189,7 +195,7 @@ class Attempt:
                 small = tokens[special.input].ids.get(special.id, special.id)
                 if small != special.id:
                     out[attribute] = Change(special.id, small)
-        for (table, fqn), padding in self._padding_ids().items():
+        for (table, fqn), padding in self._padding_ids.items():
             ids = next((m.ids for i, m in tokens.items() if table in self.use.inputs[i]), {})
             if ids.get(padding, padding) != padding:
                 out[fqn, "padding_idx"] = Change(padding, ids[padding])

@@ -14,7 +14,9 @@ from shardconv_runtime.errors import PlanError, SolveError
 from shardconv_runtime.format.dims import parse, to_text
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.format.slices import ranges
-from torch import nn
+from torch import Tensor, nn
+from zoo.models import build
+from zoo.tasks import specification
 
 from shardconv import passes
 from shardconv.arguments import SolveOptions
@@ -472,6 +474,37 @@ def test_ids_may_be_asked_whether_a_table_has_them(bound: int) -> None:
         ((origin, tables),) = use.inputs.items()
         assert tables == use.tables
         assert use.fixed == {origin: {2}}
+
+
+class Transposing(nn.Module):
+    """Looks up ids whose rows are positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.states = nn.Embedding(640, 8)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        found: Tensor = self.states(input_ids.transpose(0, 1).contiguous())
+        return found
+
+
+def test_ids_may_be_transposed() -> None:
+    tape = trace(Transposing().to("meta"), {"input_ids": torch.arange(10).reshape(2, 5)}, RULES)
+    assert {tape.tensors[table].name for table in token_use(tape).tables} == {"states.weight"}
+
+
+def test_all_modules_of_a_tied_table_have_its_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The encoder and the decoder have modules of their own, with the shared table's last id as padding."""
+    monkeypatch.setattr("shardconv.verifying.small_shapes.ENOUGH", 0)
+    spec = specification(
+        build("seq2seq", "marian", vocab_size=5000, decoder_vocab_size=5000, pad_token_id=4999)
+    )
+    with keeping_checks() as checks:
+        plan = passes.solve_plan(spec, SolveOptions(2))
+    modules = [m for m in checks[-1].case(plan).model.modules() if isinstance(m, nn.Embedding)]
+    tables = [m for m in modules if m.padding_idx is not None and len(m.weight) < 1000]
+    assert len(tables) == 3
+    assert len({m.padding_idx for m in tables}) == 1
 
 
 def test_logits_that_are_cut_leave_as_many_rows_as_the_tokens_of_a_call_need() -> None:
